@@ -1,4 +1,4 @@
-"""The PyTorch adapter for Horovod, put together: Horovod is looked at, and its names that need it get ours."""
+"""The PyTorch adapter for Horovod: checks the installed Horovod, and replaces its names."""
 
 try:
     import horovod.torch
@@ -16,8 +16,8 @@ _NEEDED = (
 )
 if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:
     raise ImportError(
-        f"Horovod {horovod.__version__} is not laid out as 0.28.1 is (its optimizer lacks {', '.join(_missing)}); "
-        "install horovod 0.28.1"
+        f"Horovod {horovod.__version__} differs from 0.28.1 (its optimizer lacks {', '.join(_missing)}); install "
+        "horovod 0.28.1"
     )
 
 from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402

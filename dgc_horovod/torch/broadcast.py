@@ -1,9 +1,9 @@
-"""Horovod's broadcasts where there are compressed optimizers, as stock leaves things behind."""
+"""Horovod's broadcasts of parameters and optimizer state, for compressed optimizers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,32 +17,34 @@ from dgc_horovod.torch.session.session import Session, session_of
 
 
 def register() -> None:
-    """From now on Horovod's functions, wherever they have been imported, know compressed optimizers."""
+    """Replace Horovod's functions, wherever they have been imported, by ones that know compressed optimizers."""
     if not hasattr(hvd.broadcast_optimizer_state, "_dgc_stock"):
         _register_optimizer_state(hvd.broadcast_optimizer_state)
         _register_parameters(hvd.broadcast_parameters)
 
 
-def _register_parameters(stock: Any) -> None:
+def _register_parameters(stock: Callable[..., None]) -> None:
     @functools.wraps(stock)
-    def broadcast_parameters(params: Any, *place: Any, **named_place: Any) -> None:
+    def broadcast_parameters(
+        params: dict[str, torch.Tensor] | Iterable[Any], *place: object, **named_place: object
+    ) -> None:
         stock(params, *place, **named_place)
-        entries = params.values() if isinstance(params, dict) else params
+        entries: Iterable[Any] = params.values() if isinstance(params, dict) else params
         base.weights_set(entry[1] if isinstance(entry, tuple) else entry for entry in entries)
 
     broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
     replace_everywhere(stock, broadcast_parameters)
 
 
-def _register_optimizer_state(stock: Any) -> None:
+def _register_optimizer_state(stock: Callable[..., None]) -> None:
     @functools.wraps(stock)
-    def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: torch.nn.Module | None = None) -> None:
         session = session_of(optimizer)
         if session is None:
             stock(optimizer, root_rank, model)
             return
         if not (_is_stateless(session) and optimizer.process_set.process_set_id == 0):
-            with unmoved(session):  # a part of the ranks calls what the others call
+            with unmoved(session):  # on every rank alike
                 stock(optimizer, root_rank, model)
         _follow(session, optimizer.process_set, root_rank)
 
@@ -51,14 +53,14 @@ def _register_optimizer_state(stock: Any) -> None:
 
 
 def _is_stateless(session: Session) -> bool:
-    """Whether there is nothing that stock would broadcast, nor the options then: SGD without momentum."""
+    """Return whether the optimizer has no state (SGD without momentum): stock then broadcasts no options either."""
     groups = session.optimizer.param_groups
     return MOMENTUM in session.update.stock.slots and not any(group["momentum"] for group in groups)
 
 
 @contextmanager
 def unmoved(session: Session) -> Iterator[None]:
-    """Weights stay: to fill an empty state, which some optimizers have before their first step, Horovod takes one."""
+    """Restore the weights afterwards: to fill an empty optimizer state, stock Horovod makes a step."""
     empty = not session.optimizer.state_dict()["state"]
     before = [p.detach().clone() for p in session.exchange.names] if empty else []
     yield
@@ -68,12 +70,12 @@ def unmoved(session: Session) -> Iterator[None]:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rates and the like, of each group."""
+    """Return the options of each group, such as learning rates."""
     return [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _follow(session: Session, process_set: hvd.ProcessSet, root_rank: int) -> None:
-    """If the root has loaded a state since its last step, training goes on from there: every rank's u and v are void.
+    """Discard u and v of every rank if the root has loaded a state since its last step.
 
     Before the first step every ``p.grad`` is then zero, as with stock Horovod.
     """

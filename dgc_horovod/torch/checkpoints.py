@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint`` between Horovod's ranks."""
+"""``save_checkpoint`` and ``load_checkpoint`` for Horovod's ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import HorovodCollectives
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: Any) -> None:
-    """Save model, optimizer and every rank's residuals; called on every rank of the optimizer, between two steps.
+def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: object) -> None:
+    """Save model, optimizer and every rank's residuals; call it on every rank of the optimizer, between two steps.
 
     Args:
-        directory: path, made if it is not there. A checkpoint in it is replaced once the new one is complete; other
-            files are left alone. One for each optimizer.
+        directory: path, created if missing; one for each optimizer. A checkpoint in it is replaced when the new one is
+            complete; other files are not changed.
         model: module whose state is saved.
         optimizer: optimizer of ``DistributedOptimizer``, with any compression.
-        extra: more values to keep: numbers, texts, tensors, dicts and lists of them (a scheduler's ``state_dict()``,
-            the epoch, the state of a random generator); those of rank 0 are kept.
+        extra: more values to save: numbers, texts, tensors, dicts and lists of them (a scheduler's ``state_dict()``,
+            the epoch, the state of a random generator); those of rank 0 are saved.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write, or is between backward() and step().
+        CheckpointError: on every rank, if any rank cannot write, or is between backward() and step().
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
@@ -39,16 +39,16 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 def load_checkpoint(
     directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
-    """Go on from ``save_checkpoint``; called on every rank of the optimizer, whatever their number is now.
+    """Load a checkpoint of ``save_checkpoint``; call it on every rank of the optimizer, for any number of ranks.
 
-    With the same number of ranks training goes on bit for bit. With another number the combined residual of all ranks
+    With the same number of ranks training continues bit for bit. With another number the combined residual of all ranks
     stays the same (to fp32 rounding); all ranks must then see the directory.
 
     Args:
         directory: path of the checkpoint.
         model, optimizer: model and optimizer, built as they were when it was saved.
-        residuals: demand on them: "required"; "if sound": go on without those missing or damaged, whose content
-            is lost; "ignored": all start from zero.
+        residuals: handling of the residuals: "required"; "if sound": missing or damaged ones are lost and start from
+            zero; "ignored": all start from zero.
 
     Returns:
         The `extra` of ``save_checkpoint``.
@@ -60,11 +60,11 @@ def load_checkpoint(
 
 
 def _member(optimizer: Any) -> state.Member:
-    """Of the ranks that there are, by Horovod's attributes of `optimizer`."""
+    """Return this rank's `Member`, from Horovod's attributes of `optimizer`."""
     if not hasattr(optimizer, "_requires_update"):
-        raise UnsupportedUse("pass the optimizer that DistributedOptimizer has returned")
+        raise UnsupportedUse(f"pass the optimizer that DistributedOptimizer returned, got {type(optimizer).__name__}")
     if not optimizer.process_set.included():
-        raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
+        raise UnsupportedUse("this rank is not in the optimizer's process set; call it on ranks of the set only")
     session = session_of(optimizer)
     if session is not None:
         session.carrier.follow(session)

@@ -15,7 +15,7 @@ class DGCCompressor(ConfiguredCompressor, Compressor):
 
 
 class Compression(Presets):
-    """What to send. ``none`` and ``fp16`` are Horovod's; each other takes any field of DGCConfig as keyword."""
+    """Compression methods. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
 
     compressor = DGCCompressor
     none = HorovodCompression.none

@@ -1,8 +1,8 @@
-"""Horovod Elastic: residuals are committed and restored with the optimizer, and handed on when the ranks change.
+"""Horovod Elastic: residuals are committed and restored with the optimizer, and rescaled when the ranks change.
 
-``hvd.elastic.TorchState`` finds the handler of an optimizer by itself (`register`). What a rank has kept is its
-own: it is never broadcast. When N ranks become M, what the survivors have kept is scaled by M/N (where gradients are
-averaged), so that the combined residual stays the same; newcomers begin with nothing.
+``hvd.elastic.TorchState`` finds the handler of an optimizer by itself (`register`). A rank's residuals are never
+broadcast. When N ranks become M, the residuals of the survivors are scaled by M/N (if gradients are averaged), so the
+combined residual stays the same; newcomers start with zero.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.elastic import TorchState as HorovodTorchState
 from horovod.torch.elastic.state import OptimizerStateHandler, get_handler_registry, set_handler_registry
+from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.config_check import check_agreement
@@ -31,31 +32,31 @@ _log = logging.getLogger("dgc_horovod")
 
 
 class ElasticCarrier(HorovodCarrier):
-    """All ranks of an elastic job, which may be others at every step.
+    """All ranks of an elastic job, which may change at every step.
 
     Args:
         optimizer: see `HorovodCarrier`.
 
     Raises:
-        UnsupportedUse: for a part of the ranks, since Horovod forgets process sets when the ranks change.
+        UnsupportedUse: the process set has only some of the ranks; Horovod drops process sets when the ranks change.
     """
 
     elastic = True
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: _DistributedOptimizer) -> None:
         super().__init__(optimizer)
         if self.process_set.process_set_id != 0:
             raise UnsupportedUse(NOT_ALL_RANKS)
         self._agreed = False
 
     def agree(self, session: Session) -> None:
-        """Not yet: a newcomer makes its optimizer while the others wait for its state."""
+        """Do nothing yet: a newcomer makes its optimizer while the other ranks wait in sync."""
 
     def agree_anew(self) -> None:
         self._agreed = False
 
     def check_ranks(self, session: Session) -> None:
-        """Follow a change of the ranks; compare once what all are about to do: not before the first step do all meet.
+        """Follow a change of the ranks; compare fields once, at the first step, where all ranks meet.
 
         Raises:
             RankMismatch: on every rank, if they differ.
@@ -72,29 +73,29 @@ class ElasticCarrier(HorovodCarrier):
             check_agreement(HorovodCollectives(hvd.global_process_set, "start"), fields)
 
     def follow(self, session: Session) -> None:
-        """Where a host has left, no state is synced."""
+        """Adapt to the present ranks: Horovod does not sync the state when a host has only left."""
         collectives = session.exchange.collectives
         if (hvd.size(), hvd.rank()) != (collectives.workers, collectives.rank):
             renew(session, session.kept.record(own=False))
 
 
 def renew(session: Session, state: ResidualState) -> None:
-    """Work with the ranks that there are now; this rank goes on with its part of `state`, which it has had before."""
+    """Rebuild the session for the present ranks; this rank continues with `state`, its own, rescaled."""
     session.build()
     session.kept.resume(state.carried_on(hvd.rank(), hvd.size()))
     session.carrier.agree_anew()
     if state.workers != hvd.size() and hvd.rank() == 0:
-        _log.info("dgc_horovod: %d ranks have become %d; each keeps its residuals", state.workers, hvd.size())
+        _log.info("dgc_horovod: the job had %d ranks, and has %d; residuals are kept", state.workers, hvd.size())
 
 
 class ResidualHandler(OptimizerStateHandler):
-    """The handler of a compressed optimizer in a ``TorchState``: what Horovod's does, and this rank's residuals.
+    """The handler of a compressed optimizer in a ``TorchState``: Horovod's, extended by this rank's residuals.
 
     Args:
         optimizer: optimizer of ``DistributedOptimizer``.
     """
 
-    _saved_optimizer_state: Any  # Horovod's
+    _saved_optimizer_state: Any  # Horovod's attribute
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -102,41 +103,41 @@ class ResidualHandler(OptimizerStateHandler):
         assert found is not None
         self.session = found
         self._saved, self._round = found.kept.record(own=False), found.strategy.remembered()
-        self._flushed_at: tuple[int, int] | None = None  # `_place` after it
+        self._flushed_at: tuple[int, int] | None = None  # `_place` after the last flush
 
     def meet(self) -> None:
-        """Compare with the others before anything is exchanged; a newcomer may have data to read before it comes."""
+        """Compare fields with the other ranks before an exchange; waits long, as a newcomer may read data first."""
         collectives = HorovodCollectives(hvd.global_process_set, "meeting", envvars.checkpoint_seconds())
         check_agreement(collectives, {"version": __version__, **self.session.carrier.agreed_fields(self.session)})
 
     def flush(self) -> None:
-        """Apply what ranks have kept, unless they have made no step since: some methods make one of their own."""
+        """Flush, unless no step was made since the last flush: the flush of some methods is a step itself."""
         if self._place() != self._flushed_at:
             self.value.flush()
             self._flushed_at = self._place()
 
     def _place(self) -> tuple[int, int]:
-        """What another step changes."""
+        """Return the numbers of steps, of the training and of the present round."""
         exchange = self.session.exchange
         return exchange.steps, exchange.counts.pending
 
     def save(self) -> None:
-        """Remember u, v and the round under way with the optimizer's state: a commit."""
+        """Save u, v and the present round with the optimizer's state: a commit."""
         super().save()
         session = self.session
         session.carrier.follow(session)
-        if session.is_exchanging:  # in an accumulation nothing has been handed to the exchange yet
+        if session.is_exchanging:  # between accumulated passes nothing has been passed to the exchange
             session.strategy.check_between_steps()
         self._saved, self._round = session.kept.record(own=False), session.strategy.remembered()
 
     def restore(self) -> None:
-        """Go back to the last commit; a step under way is given up."""
+        """Return to the last commit; the present step is given up."""
         going_back(sys.exc_info()[1])
         self._flushed_at = None
         self.session.strategy.go_back(self._round)
-        # the optimizer goes on in the tensors that it loads
+        # the optimizer changes the tensors that it loads
         committed = copy.deepcopy(self._saved_optimizer_state)
-        super().restore()  # ends what is under way, and empties u and v
+        super().restore()  # it ends the present step, and empties u and v
         self._saved_optimizer_state = committed
         exchange = self.session.exchange
         self.session.kept.resume(self._saved.carried_on(exchange.rank, exchange.workers))
@@ -152,31 +153,37 @@ class ResidualHandler(OptimizerStateHandler):
         session.update.prepare(session.optimizer, session.exchange)  # all ranks must broadcast the same entries
         super().sync()
         shared = hvd.broadcast_object(own.shared, 0, name="dgc.elastic.step")
-        renew(session, dataclasses.replace(own, **shared))  # and not what stands in the places of u and v
+        renew(session, dataclasses.replace(own, **shared))  # with this rank's own u and v
 
 
 class TorchState(HorovodTorchState):
-    """Horovod's, with a choice of what a commit does.
+    """``hvd.elastic.TorchState`` with an option to flush at each commit.
 
     Args:
         model, optimizer, kwargs: see ``hvd.elastic.TorchState``.
-        flush_on_commit: whether everything that ranks have kept is applied before each commit, by one dense exchange: a
-            rank that is lost then loses nothing that was committed (see ``flush`` for what it leaves under Adam).
+        flush_on_commit: whether the residuals of all ranks are applied before each commit, by one dense exchange: no
+            committed gradient is then lost with a rank (see ``flush`` for the rest that stays under Adam).
     """
 
-    def __init__(self, model: Any = None, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        flush_on_commit: bool = False,
+        **kwargs: object,
+    ) -> None:
         self._flushes = flush_on_commit
         super().__init__(model=model, optimizer=optimizer, **kwargs)
 
     def commit(self) -> None:
-        """As Horovod's."""
+        """Commit as Horovod's does, after a flush if `flush_on_commit`."""
         if self._flushes:
             for handler in self._compressed:
                 handler.flush()
         super().commit()
 
     def sync(self) -> None:
-        """As Horovod's.
+        """Synchronize as Horovod's does, after a comparison of fields.
 
         Raises:
             RankMismatch: on every rank, if a newcomer has another model, compression or version.
@@ -191,17 +198,17 @@ class TorchState(HorovodTorchState):
 
 
 class _Compressed(type):
-    """What `isinstance` asks."""
+    """The metaclass that answers `isinstance` for `_CompressedOptimizer`."""
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return session_of(instance) is not None
 
 
 class _CompressedOptimizer(metaclass=_Compressed):
-    """Any optimizer of ours: their classes are made on the spot, and have no base in common."""
+    """Any optimizer of ours; their classes are made at run time, and have no common base."""
 
 
 def register() -> None:
-    """Let ``hvd.elastic.TorchState`` make the handler of each of our optimizers."""
+    """Make ``hvd.elastic.TorchState`` use `ResidualHandler` for our optimizers."""
     others = [entry for entry in get_handler_registry() if entry[0] is not _CompressedOptimizer]
     set_handler_registry([(_CompressedOptimizer, ResidualHandler), *others])

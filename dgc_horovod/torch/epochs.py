@@ -1,4 +1,4 @@
-"""The epoch, observed where training scripts already say it: ``DistributedSampler.set_epoch``."""
+"""The epoch of a training script, observed at ``DistributedSampler.set_epoch``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dgc_horovod.torch.session.session import all_alive
 
 
 def whole(epoch: SupportsIndex | SupportsFloat) -> int:
-    """`epoch` as checkpoints keep it, an int: scripts have whole floats and integers of NumPy, too.
+    """Convert `epoch` to an int; whole floats and NumPy integers are allowed.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: `epoch` is not a whole number.
     """
     with suppress(TypeError):
         return operator.index(epoch)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def whole(epoch: SupportsIndex | SupportsFloat) -> int:
 
 
 def watch() -> None:
-    """From now on every session whose warm-up goes by epochs hears of those that a DistributedSampler is told."""
+    """Report the epoch of every ``set_epoch`` call to sessions whose warm-up needs it, from now on."""
     stock = DistributedSampler.set_epoch
     if hasattr(stock, "__wrapped__"):
         return

@@ -1,10 +1,10 @@
-"""Horovod as the carrier of a session: its arguments, collectives and process sets, and its own exchange."""
+"""Horovod as the carrier of a session: arguments, collectives, process sets, and stock Horovod's exchange."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from dgc_horovod.torch.wrapping.checks import agreed_fields, choice_fields
 
 
 def check_arguments(op: int, predivide: float, passes: int) -> None:
-    """Raise ConfigError or UnsupportedUse for what compression cannot do."""
+    """Raise ConfigError or UnsupportedUse for arguments that compression does not support."""
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse(
             "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
@@ -43,10 +43,10 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
     check_whole("backward_passes_per_step", passes, 1)
 
 
-def check_same_choice(compression: Any, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:
-    """Stop every rank if some compress and others do not, or refuse to: their collectives would never meet.
+def check_same_choice(compression: object, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:
+    """Raise RankMismatch on every rank if only some compress, or some refuse: their collectives would never match.
 
-    Not under Elastic, where a newcomer makes its optimizer while the others wait for its state.
+    Not under Elastic, where a newcomer makes its optimizer while the other ranks wait in sync.
     """
     if process_set.included() and not envvars.horovod_elastic():
         check_agreement(HorovodCollectives(process_set, "choice"), choice_fields(compression, refused))
@@ -58,7 +58,7 @@ def alike(process_set: hvd.ProcessSet) -> AbstractContextManager[None]:
 
 
 def agreed_arguments(session: Session, op: int) -> dict[str, str]:
-    """`agreed_fields`, and Horovod's arguments."""
+    """Return `agreed_fields` and Horovod's arguments."""
     settings, places = session.carrier.settings, session.boundaries
     return {
         **agreed_fields(session),
@@ -70,23 +70,24 @@ def agreed_arguments(session: Session, op: int) -> dict[str, str]:
     }
 
 
-def boundaries(groups: Any, parameters: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, int]:
-    """A number per parameter; those of one of Horovod's `groups` and one device share it."""
-    if isinstance(groups, int):
-        groups = split_list(list(parameters.values()), groups)
-    group_of = {p: i for i, group in enumerate(groups or []) for p in group}
+def boundaries(
+    groups: int | Iterable[Iterable[torch.Tensor]] | None, parameters: Mapping[str, torch.Tensor]
+) -> dict[torch.Tensor, int]:
+    """Return a number for each parameter, equal for parameters of one of Horovod's `groups` on one device."""
+    lists = split_list(list(parameters.values()), groups) if isinstance(groups, int) else groups or []
+    group_of = {p: i for i, group in enumerate(lists) for p in group}
     keys: dict[Any, int] = {}
     return {p: keys.setdefault((group_of.get(p, -1), p.device), len(keys)) for p in parameters.values()}
 
 
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
-    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets(G))``.
+    """Return the process sets of a hierarchical exchange, for ``hvd.init(process_sets=node_process_sets(G))``.
 
     Args:
         node_size: number of workers of a node, >= 1, the same on every rank; None: DGC_NODE_SIZE, which `dgcrun` sets.
 
     Returns:
-        The sets, for `hvd.init`; none where there is one node, one worker a node, or workers do not fill nodes.
+        The sets, for `hvd.init`; empty for one node, one worker a node, or workers that do not fill nodes.
     """
     return declare(hvd.ProcessSet, node_size)
 
@@ -94,7 +95,7 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
 def transports(
     collectives: HorovodCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
 ) -> Mapping[str, Collectives]:
-    """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
+    """Return the transport of each group if all ranks can use a hierarchical exchange, else the transport of all.
 
     Args:
         collectives: transport of all workers.
@@ -128,16 +129,16 @@ class HorovodCarrier(Carrier):
     """The ranks of a process set.
 
     Args:
-        optimizer: optimizer that Horovod's constructor has gone over; its arguments are read from there.
+        optimizer: optimizer with the attributes that Horovod's constructor has set.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: _DistributedOptimizer) -> None:
         settings = ReduceSettings(
             optimizer.op == hvd.Average, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense
         )
         super().__init__(optimizer._parameter_names, settings, optimizer.backward_passes_per_step)
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
-        optimizer._groups = None  # their only use here is as bucket boundaries
+        optimizer._groups = None  # they are used as bucket boundaries only
         self.stock = StockHorovod(optimizer)
 
     @property
@@ -162,7 +163,7 @@ class HorovodCarrier(Carrier):
             _log.warning("dgc_horovod: %s", WITHOUT_CUDA)
 
     def put(self, p: Parameter, update: torch.Tensor, taken: set[int]) -> None:
-        """As stock Horovod: ``p.grad`` stays the tensor that it is, and gets the memory of the update."""
+        """Give ``p.grad`` the memory of the update, as stock Horovod does; it stays the same tensor object."""
         assert p.grad is not None
         if p.grad.is_sparse:
             p.grad.zero_().add_(update if update.is_sparse else update.to_sparse())
@@ -174,12 +175,12 @@ class StockHorovod(Stock):
     """Horovod's own allreduce of each gradient.
 
     Args:
-        optimizer: optimizer that has Horovod's attributes, and this.
+        optimizer: optimizer with Horovod's attributes, which owns this.
     """
 
     name = STOCK
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: _DistributedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     @property
@@ -192,9 +193,11 @@ class StockHorovod(Stock):
         return partial(_taken, self._optimizer, p, handle, context)
 
 
-def _taken(reference: weakref.ref[Any], p: Parameter, handle: Any, context: Any) -> torch.Tensor:
-    """Horovod's own would wait for ever for a rank that has stopped."""
-    optimizer = reference()  # which owns the session, and that this
+def _taken(
+    reference: weakref.ref[Any], p: Parameter, handle: int | Callable[[], torch.Tensor], context: object
+) -> torch.Tensor:
+    """Wait for an allreduce with a deadline; Horovod's own wait for a stopped rank never ends."""
+    optimizer = reference()  # alive, as it owns the caller
     assert optimizer is not None
     if callable(handle):
         result = handle()

@@ -1,8 +1,8 @@
-"""``join``: a rank whose data have run out goes on in the others' steps, with gradients of zero, until all are there.
+"""``join``: a rank without more data takes part in the other ranks' steps, with zero gradients, until all have joined.
 
-Horovod's own join answers allreduces only; an allgather, which packets travel by, fails while any rank is in it. A rank
-in ours goes on exchanging. Its messages carry a flag, by which each step tells every rank how many are in join: nobody
-else pays for it. The round in which all of them carry the flag is no step of anybody, and is taken back.
+Horovod's own join answers allreduces only; an allgather, which carries packets, fails while any rank is in join. A rank
+in our join continues to exchange. Its messages have a flag, so that every rank knows the number of ranks in join at no
+cost. A step in which all messages have the flag belongs to no script, and is rolled back.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dgc_horovod.torch.session.session import Session, all_alive, live
 from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
-_PAUSE = 1e-3  # seconds between two looks, as long as Horovod's cycle
+_PAUSE = 1e-3  # seconds between two polls, as long as Horovod's cycle
 _stock_join, _stock_call = mpi_ops.join, mpi_ops.mpi_lib.horovod_torch_join
 
 
 @functools.wraps(_stock_join)
 def join(device: int = -1) -> int:
-    """This rank has no more data: take part in the others' steps until every rank is here. In place of ``hvd.join``.
+    """Take part in the other ranks' steps, without data, until every rank has joined. Replaces ``hvd.join``.
 
-    What this rank contributes to a step is what stock Horovod's contributes, a gradient of zero. Its weights follow; if
-    they, or the optimizer's state or options, are not those of the rank that came last in the end, they become so.
-    The weights of every rank are then the same, which stock leaves to the script. Between a rank's join and the end of
-    it, the ranks may exchange nothing but steps of compressed optimizers.
+    This rank contributes a zero gradient to each step, as in stock Horovod. Its weights follow the steps. At the end
+    weights and the optimizer's state and options of the rank that joined last are copied to ranks that differ, so the
+    weights are equal on all ranks; stock leaves that to the script. While a rank is in join, ranks may exchange only
+    steps of compressed optimizers.
 
-    With local steps it takes part in the others' exchanges: with what it has changed since the last one, then with
-    changes of zero. The end of join is an exchange of its own, and the inner optimizer stays each rank's own.
+    With local steps this rank takes part in the other ranks' exchanges: first with its changes since the last exchange,
+    then with zero changes. Join ends with an exchange of its own; the inner optimizer's state stays on each rank.
 
     Args:
         device: argument of stock Horovod's join, which is called where nothing is compressed.
@@ -52,16 +52,16 @@ def join(device: int = -1) -> int:
         The rank that joined last.
 
     Raises:
-        UnsupportedUse: between backward() and step(), under Elastic, or for optimizers of a part of the ranks.
+        UnsupportedUse: between backward() and step(), under Elastic, or for optimizers of some of the ranks.
         CollectiveTimeout: no rank made a step, or joined, for DGC_TIMEOUT seconds.
 
-    Cost: each step taken in join compresses, exchanges, and copies u and v to the host. Where all ranks join after the
-        same step that is one; otherwise a few small collectives more, and if weights differ in the end a broadcast of
+    Cost: each step in join compresses, exchanges, and copies u and v to the host. If all ranks join after the same step
+        there is one; otherwise a few small collectives are added, and if weights differ at the end a broadcast of
         weights and optimizer state.
     """
     for strategy in _automatic():
         if strategy.undecided:
-            strategy.choice.give_up(JOINED)  # the others see it at their next comparison
+            strategy.choice.give_up(JOINED)  # other ranks see it at their next comparison
     last = _join(device)
     _even_out([strategy for strategy in _automatic() if _of_all_ranks(strategy.session)])
     return last
@@ -78,7 +78,7 @@ def _of_all_ranks(session: Session) -> bool:
 
 
 def _even_out(strategies: Sequence[AutoTuned]) -> None:
-    """Let the number of steps be the same on every rank, of which some have made more than others."""
+    """Set the number of steps on every rank to the largest."""
     if not strategies:
         return
     own = [each.session.exchange.steps for each in strategies]
@@ -105,29 +105,31 @@ def _join(device: int) -> int:
 
 
 def install() -> None:
-    """Put `join` in place of Horovod's; a reference to that one which a script has taken before says what to do."""
+    """Replace Horovod's join by `join`; a script's earlier reference to Horovod's raises an error with the remedy."""
     hvd.join = mpi_ops.join = join
     mpi_ops.mpi_lib.horovod_torch_join = _guarded_call
 
 
-def _guarded_call(*arguments: Any) -> Any:
+def _guarded_call(*arguments: object) -> Any:
     if live():
-        # no RuntimeError: Horovod would make a HorovodInternalError of it
+        # not a RuntimeError, which Horovod would turn into a HorovodInternalError
         raise DGCError(
-            "this is Horovod's own join, imported before dgc_horovod.torch was; while it waits no packet can be "
-            "exchanged. Call hvd.join() (import horovod.torch as hvd), or dgc_horovod.torch.join()"
+            "this is Horovod's own join, imported before dgc_horovod.torch; packets cannot be exchanged while it "
+            "waits. Call hvd.join() (import horovod.torch as hvd), or dgc_horovod.torch.join()"
         )
     return _stock_call(*arguments)
 
 
 def _check(session: Session) -> None:
     if session.carrier.elastic:
-        raise UnsupportedUse("join() under Horovod Elastic: use hvd.elastic.ElasticSampler, which shares the data out")
+        raise UnsupportedUse(
+            "join() does not work under Horovod Elastic: use hvd.elastic.ElasticSampler, which distributes the data"
+        )
     if not _of_all_ranks(session):
-        raise UnsupportedUse("join() waits for all ranks; an optimizer of a part of them (process_set) cannot join")
+        raise UnsupportedUse("join() waits for all ranks; an optimizer of some of them (process_set) cannot join")
     if not session.exchange.runs:
         raise UnsupportedUse(
-            "join() with an optimizer of which nothing is compressed, as all its tensors are small: use "
+            "join() needs compressed tensors, but all tensors of an optimizer are small: use "
             "compression=Compression.none (dgcrun: --compression none)"
         )
     if session.passes.launched or (session.passes.synchronized and session.may_apply):
@@ -143,16 +145,16 @@ class _Participant:
         session: session of every step, between two steps.
     """
 
-    has_own_state = False  # whether the optimizer's state is each rank's own, and weights are the same in any case
+    has_own_state = False  # whether the optimizer's state differs between ranks, and weights are equal in any case
 
     def __init__(self, session: Session) -> None:
         self.session, self.steps = session, session.exchange.steps
-        self._grads = {p: p.grad for p in session.exchange.names}  # of backward passes that make no whole step
+        self._grads = {p: p.grad for p in session.exchange.names}  # of accumulated passes of an incomplete step
         self._held = session.passes.set_aside()
         _mark(session, True)
 
     def begin(self) -> None:
-        """Start a step without a gradient, which may turn out to be nobody's."""
+        """Start a step without a gradient; if all ranks are in join, it belongs to no script."""
         session = self.session
         exchange, states = session.exchange, session.optimizer.state
         self._before, self._selected = session.kept.record(own=False), exchange.counts.selected
@@ -162,7 +164,7 @@ class _Participant:
             session.passes.results[p] = session.strategy.hand_over(p)
 
     def end(self) -> bool:
-        """Finish the step, all of which has arrived; returns whether it was nobody's."""
+        """End the step, whose collectives are done; return whether all ranks are in join."""
         session, exchange = self.session, self.session.exchange
         session.strategy.synchronize()
         if exchange.ranks_in_join == exchange.workers:
@@ -170,23 +172,23 @@ class _Participant:
             return True
         if exchange.loss_scale() == 1.0:
             with session.passes.skipping():
-                session.step()  # not what a scheduler has put over the optimizer's, to count the steps
-        # else p.grad has a scale that this rank's GradScaler does not know: the weights come in the end
+                session.step()  # not the optimizer's ``step``, which a scheduler may wrap to count steps
+        # else p.grad has a loss scale unknown on this rank: it gets the weights at the end
         session.passes.synchronized = False
         return False
 
     def _take_back(self) -> None:
-        """Be as before `begin`, bit for bit."""
+        """Restore the state from before `begin`, bit for bit."""
         session, exchange = self.session, self.session.exchange
         session.kept.resume(self._before)
         for p, entries in self._entries.items():
             session.optimizer.state[p] = entries
-        session.update.prepare(session.optimizer, exchange)  # what the step has taken over is there again
+        session.update.prepare(session.optimizer, exchange)  # the optimizer's state is restored too
         exchange.counts.steps -= 1
         exchange.counts.selected = self._selected
 
     def leave(self) -> None:
-        """Be as before join, but for what the steps have changed."""
+        """End join: restore gradients and backward passes from before."""
         session = self.session
         _mark(session, False)
         for p, grad in self._grads.items():
@@ -198,14 +200,14 @@ class _Participant:
 class _RoundParticipant:
     """One session with local steps of a rank in join.
 
-    What the rank has changed since the last exchange goes into the next one, then changes of zero. The exchange in
-    which all ranks are in join ends the round that each of them is in, so it stays, as ``exchange()`` does.
+    The rank's changes since the last exchange go into the next exchange; then it sends zero changes. The exchange in
+    which all ranks are in join ends their present rounds, as ``exchange()`` does, and is not rolled back.
 
     Args:
-        strategy: local steps of the session, between two of them.
+        strategy: local steps of the session, between two steps.
 
     Attributes:
-        steps: number of inner steps before join, as if every round had been full.
+        steps: number of inner steps before join, as if every round had been complete.
     """
 
     has_own_state = True
@@ -222,18 +224,18 @@ class _RoundParticipant:
         self._strategy.rounds.send()
 
     def end(self) -> bool:
-        """Finish it, all of which has arrived; returns whether it was the last one."""
+        """End the exchange, whose collectives are done; return whether it was the last one."""
         self._strategy.end_exchange()
         exchange = self.session.exchange
         return exchange.ranks_in_join == exchange.workers
 
     def leave(self) -> None:
-        """Be no longer in join."""
+        """End join."""
         _mark(self.session, False)
 
 
 def _mark(session: Session, in_join: bool) -> None:
-    """Let messages of this rank say whether it is in join."""
+    """Set the flag of this rank's messages."""
     for engine in session.exchange.engines:
         engine.in_join = in_join
 
@@ -244,7 +246,7 @@ def _participant_of(session: Session) -> _Participant | _RoundParticipant:
 
 
 def _take_part(participants: Sequence[_Participant | _RoundParticipant]) -> None:
-    """Step with the others, whichever optimizer they step, until all ranks are in join."""
+    """Take part in the other ranks' steps, of any optimizer, until all ranks are in join."""
     waiting, limit = list(participants), envvars.timeout_seconds()
     for participant in waiting:
         participant.begin()
@@ -260,14 +262,15 @@ def _take_part(participants: Sequence[_Participant | _RoundParticipant]) -> None
             leaving.without_others(hvd)
             raise CollectiveTimeout(
                 f"rank {hvd.rank()} of {hvd.size()} waited {limit:g} s in join() for another rank's next step, or for "
-                "its join(). Meanwhile nobody may exchange anything else with Horovod (a metric by hvd.allreduce, the "
-                f"gradients of a dense optimizer): do that after join(). {envvars.TIMEOUT.name} sets the limit"
+                "its join(). While a rank is in join(), ranks must not use other Horovod operations (a metric by "
+                "hvd.allreduce, the gradients of a dense optimizer): use them after join(). "
+                f"{envvars.TIMEOUT.name} sets the limit"
             )
         time.sleep(_PAUSE)
 
 
 def _settle(participants: Sequence[_Participant | _RoundParticipant]) -> int:
-    """All ranks are here: those that came earlier become as the last one; returns which that is."""
+    """Copy the state of the rank that joined last to ranks that differ; return that rank."""
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     own = sum(participant.steps for participant in participants)
     steps = [int(text) for text in collectives.gather_bytes(str(own).encode(), "steps")]
@@ -283,14 +286,14 @@ def _settle(participants: Sequence[_Participant | _RoundParticipant]) -> int:
         if len(set(collectives.gather_bytes(found.encode(), "fingerprints"))) == 1:
             continue
         if collectives.rank == 0:
-            _log.info("dgc_horovod: join: weights, state and options of the optimizer become those of rank %d", last)
+            _log.info("dgc_horovod: join: all ranks take weights, optimizer state and options of rank %d", last)
         replicas.take_over(session, last)
         _take_over_options(session, last)
     return last
 
 
 def _take_over_options(session: Session, root: int) -> None:
-    """Learning rates and the like, and the loss scale, of rank `root`."""
+    """Copy the options of rank `root`, such as learning rates, and its loss scale."""
     param_groups, scaler = session.optimizer.param_groups, _scaler(session)
     groups = [{key: x for key, x in group.items() if key != "params"} for group in param_groups]
     groups, scale = hvd.broadcast_object((groups, _state_of(scaler)), root, name="dgc.join.options")
@@ -298,12 +301,14 @@ def _take_over_options(session: Session, root: int) -> None:
         group.update(options)
     if scale:
         if scaler is None:
-            raise UnsupportedUse("join() on a rank that has not used its GradScaler yet; make one step on each rank")
+            raise UnsupportedUse(
+                "join() on a rank that has not used its GradScaler yet; make at least one step on each rank before"
+            )
         scaler.load_state_dict(scale)
 
 
 def _scaler(session: Session) -> torch.amp.GradScaler | None:
-    """The script's GradScaler, if it is known."""
+    """Return the script's GradScaler, if it is known."""
     scaler = session.scaler
     return scaler._scaler if isinstance(scaler, SeenScaler) else scaler
 

@@ -1,8 +1,8 @@
 """``DistributedOptimizer``: Horovod's own, with its gradient exchange replaced.
 
-The returned object's class is made on the spot, exactly one level over the user's class, out of the
-methods of Horovod's ``_DistributedOptimizer`` and, over them, `Overrides`, which call the optimizer's `Session`.
-Nothing of Horovod is copied or changed; ``Compression.none`` and ``.fp16`` go to Horovod's own factory untouched.
+The class of the returned object is made at run time, derived directly from the user's class. It has the methods of
+Horovod's ``_DistributedOptimizer``, overridden by `Overrides`, which call the optimizer's `Session`. Horovod is not
+copied or changed; ``Compression.none`` and ``.fp16`` are passed to Horovod's own factory.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from dgc_horovod.torch.wrapping.checks import (
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = HorovodCompression.none,
+    compression: object = HorovodCompression.none,
     backward_passes_per_step: int = 1,
     op: int = hvd.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: Iterable[Iterable[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
-    """Wrap `optimizer` so that every step uses the gradients of all ranks, compressed on the way.
+    """Wrap `optimizer` so that every step uses the gradients of all ranks, with compressed communication.
 
     Signature and behaviour are those of ``horovod.torch.DistributedOptimizer``.
 
@@ -63,11 +63,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression: ``Compression.none``, ``.fp16``, ``.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig.
         backward_passes_per_step: number of backward passes summed before one exchange, >= 1.
         op: reduction, hvd.Average or hvd.Sum; with compression no other.
-        gradient_predivide_factor: divisor of the gradients before the sum, made good after it, > 0.
-        num_groups, groups: groups of gradients reduced together, or their number; with compression, borders of buckets.
+        gradient_predivide_factor: divisor of the gradients before the sum and factor after it, > 0.
+        num_groups, groups: groups of gradients reduced together, or their number; with compression, bucket boundaries.
         sparse_as_dense: whether sparse gradients are exchanged as dense ones; with compression, compressed.
         process_set: ranks that take part.
-        grad_scaler: GradScaler of the script; residuals are then kept in unscaled units.
+        grad_scaler: GradScaler of the script; residuals are then unscaled.
 
     Returns:
         An instance of ``type(optimizer)`` with Horovod's methods, and ``compression_stats()``, ``set_epoch()``,
@@ -75,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         ConfigError: an argument is out of range.
-        UnsupportedUse: a combination that would train wrongly.
+        UnsupportedUse: a combination of arguments that is not supported, or would train wrongly.
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
     if isinstance(named_parameters, (ConfiguredCompressor, DGCConfig)):
@@ -83,8 +83,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = config_of(compression)
     given = list(named_parameters) if named_parameters is not None else None  # it may be a generator
 
-    def stock(theirs: Any) -> Any:
-        return inspect.unwrap(hvd.DistributedOptimizer)(  # under dgcrun it is ours that stands there
+    def stock(theirs: object) -> Any:
+        return inspect.unwrap(hvd.DistributedOptimizer)(  # under dgcrun hvd.DistributedOptimizer is ours
             optimizer,
             given,
             theirs,
@@ -122,7 +122,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _compressing(
-    optimizer: torch.optim.Optimizer, given: Any, config: DGCConfig, grad_scaler: Any, **settings: Any
+    optimizer: torch.optim.Optimizer,
+    given: list[tuple[str, torch.Tensor]] | None,
+    config: DGCConfig,
+    grad_scaler: torch.amp.GradScaler | None,
+    **settings: Any,
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
@@ -145,9 +149,9 @@ def _compressing(
 
 
 def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:
-    """Raise UnsupportedUse where nothing can be chosen."""
+    """Raise UnsupportedUse if ``Compression.auto`` cannot choose."""
     if envvars.horovod_elastic():
-        raise UnsupportedUse("under Horovod Elastic the number of ranks changes, and auto measures one")
+        raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
     if any(needs_host(p) for _, p in named):
         raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
 
@@ -155,27 +159,27 @@ def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:
 def _adopt(
     optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], overrides: type, **settings: Any
 ) -> Any:
-    """A distributed optimizer with `optimizer`'s state, without running its class's constructor again.
+    """Make a distributed optimizer with the state of `optimizer`, without calling its class's constructor again.
 
     Args:
-        optimizer, named: optimizer, and the names of its parameters.
-        overrides: class whose methods go over Horovod's.
+        optimizer, named: optimizer, and its parameters with names.
+        overrides: class whose methods override Horovod's.
         settings: Horovod's arguments.
     """
     user_class: Any = type(optimizer)
-    # a rank outside steps as the user's class does
+    # on a rank outside the process set, these methods are the user's
     left_out = ("step", "zero_grad", "load_state_dict") if overrides is OutsideOverrides else ()
     below = {name: x for name, x in vars(_DistributedOptimizer).items() if name not in left_out}
     below["set_backward_passes_per_step"] = _set_passes
-    # broadcast_optimizer_state expects the class one level over the user's, with Horovod's __module__
+    # broadcast_optimizer_state expects a class derived directly from the user's, with Horovod's __module__
     final = made_class(user_class, overrides, below, _DistributedOptimizer.__module__)
-    # Horovod's constructor calls the next class's with (params), which not every optimizer survives: while it
-    # runs, that next class is one that does nothing. Its hooks are ours, and registered later.
+    # Horovod's constructor calls that of its base class with (params), which fails for some optimizers: while it runs,
+    # the base class is one whose constructor does nothing. Hooks are ours, and registered later.
     quiet = type(user_class.__name__, (user_class,), {"__init__": lambda self, params: None})
     methods = {**vars(final), "_register_hooks": lambda self: None}
     under_construction = type(user_class.__name__, (quiet,), methods)
     wrapped: Any = object.__new__(under_construction)
-    # what stands around a method on the object (a scheduler's, the script's) is of the unwrapped one, as in stock
+    # wrappers of methods on the object (a scheduler's, the script's) stay on the unwrapped optimizer, as in stock
     kept = {
         name: x for name, x in optimizer.__dict__.items() if not callable(getattr(torch.optim.Optimizer, name, None))
     }
@@ -186,9 +190,9 @@ def _adopt(
 
 
 def _set_passes(self: _DistributedOptimizer, passes: int) -> None:
-    """As Horovod's."""
+    """See Horovod's ``set_backward_passes_per_step``."""
     check_whole("backward_passes_per_step", passes, 1)
     self.backward_passes_per_step = passes
     session = session_of(self)
-    if session is not None:  # else this rank is not in the process set
+    if session is not None:  # None: this rank is not in the process set
         session.passes.sum_up(passes)

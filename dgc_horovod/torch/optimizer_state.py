@@ -1,4 +1,4 @@
-"""The state of a torch optimizer as stock has it, and momentum and residual where this rank's engine has them."""
+"""Access to the state of a torch optimizer in stock's form, and to momentum and residual in this rank's engine."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Group = dict[str, Any]
 Parameter = torch.Tensor
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]  # of a parameter
-Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key of its state, what was put there
+Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key in its state, the tensor made for it
 
 SLOTS = {MOMENTUM: "momentum_buffer", FIRST: "exp_avg", SECOND: "exp_avg_sq"}  # keys of a state, by part of a record
 STEP, _LARGEST = "step", "max_exp_avg_sq"  # other keys
 
 
 def flat(x: torch.Tensor) -> np.ndarray:
-    """`x` on the host, flat float32; perhaps in its own memory."""
+    """Return `x` on the host, flat float32; it may share the memory of `x`."""
     found: np.ndarray = x.detach().reshape(-1).float().cpu().numpy()
     return found
 
 
 def put_slots(p: Parameter, group: Group, state: State, slots: Mapping[str, np.ndarray], steps: int | None) -> None:
-    """Let the state of `p` have these slots, flat, by part, after so many steps of Adam (None: it counts none).
+    """Set slots of the state of `p` from flat arrays by part, and Adam's step count (None: there is none).
 
-    In the memory format of `p`: fused optimizers walk both in memory order.
+    Slots get the memory format of `p`, as fused optimizers read both in memory order.
     """
     if steps is not None:
         state[STEP] = step_count(p, group, steps)
@@ -41,30 +41,30 @@ def put_slots(p: Parameter, group: Group, state: State, slots: Mapping[str, np.n
 
 
 def step_count(p: Parameter, group: Group, steps: int = 0) -> torch.Tensor:
-    """Adam's ``step`` as stock has it: on the device where kernels read it there."""
+    """Return Adam's ``step`` in stock's form; on the device if fused or capturable."""
     on_device = group.get("capturable") or group.get("fused")
-    # not of the default dtype, as in stock: in bfloat16 256 + 1 is 256
+    # as in stock, not of the default dtype: in bfloat16 256 + 1 is 256
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
     return torch.full((), float(steps), dtype=dtype, device=p.device if on_device else None)
 
 
 def fill_state(optimizer: Optimizer, stock: Arithmetic, known: Collection[Parameter]) -> Made:
-    """Fill the state of SGD, Adam and AdamW with the zeros that they would start from.
+    """Fill the state of SGD, Adam and AdamW with their initial zeros.
 
-    With an empty state Horovod's ``broadcast_optimizer_state`` takes a real step; and where one rank alone
-    has loaded a checkpoint, the ranks would broadcast different entries and never meet. An entry with nothing in it
-    goes: ranks outside the optimizer's process set, which call that function too, have none.
+    With an empty state Horovod's ``broadcast_optimizer_state`` makes a real step; and if only one rank has loaded a
+    checkpoint, the ranks would broadcast different entries, which never match. Empty entries are removed: ranks outside
+    the optimizer's process set, which call that function too, have none.
 
     Args:
-        optimizer, stock: optimizer, and the arithmetic of it.
-        known: parameters that are exchanged; one of them may have been frozen since.
+        optimizer, stock: optimizer, and its arithmetic.
+        known: exchanged parameters, some of which may be frozen now.
 
     Returns:
-        The zeros of slots that were made, for `refit_state`.
+        The slots that were made, for `refit_state`.
     """
     made: Made = []
     groups = optimizer.param_groups if stock.slots else []
-    # the first buffer of SGD with dampening is the gradient itself, not a part of it: its state stays as it comes
+    # the first buffer of SGD with dampening is the undamped gradient: its state must be empty before the first step
     dampens = any(group.get("momentum") and group.get("dampening") for group in groups)
     for group in groups if not dampens else []:
         for p in group["params"]:
@@ -84,7 +84,7 @@ def fill_state(optimizer: Optimizer, stock: Arithmetic, known: Collection[Parame
 
 
 def _entries(stock: Arithmetic, group: Group) -> list[str]:
-    """What stock has of a tensor, in its order: it is broadcast in that."""
+    """Return the keys of a tensor's state in stock's order, in which entries are broadcast."""
     keys = [SLOTS[part] for part in stock.slots if part != MOMENTUM or group["momentum"]]
     if SECOND in stock.slots:
         return [STEP, *keys, *([_LARGEST] if group["amsgrad"] else [])]
@@ -92,9 +92,9 @@ def _entries(stock: Arithmetic, group: Group) -> list[str]:
 
 
 def refit_state(optimizer: Optimizer, made: Made) -> None:
-    """Let zeros that `fill_state` made follow their parameters: a script has moved or cast the model since.
+    """Remake the zeros of `fill_state` in the device and dtype of their parameters, if a script has moved the model.
 
-    All others stay as they are: an optimizer may keep moments in fp32 for weights in half precision.
+    Other entries are not changed: an optimizer may keep moments in fp32 for weights in half precision.
     """
     for p, key, reference in made:
         state, x = optimizer.state.get(p, {}), reference()
@@ -105,14 +105,14 @@ def refit_state(optimizer: Optimizer, made: Made) -> None:
 
 
 def drop_momentum(exchange: GradientExchange, p: Parameter) -> None:
-    """Empty what this rank keeps of the momentum of `p`; what waits to be sent stays."""
+    """Set this rank's momentum u of `p` to zero; the residual stays."""
     if exchange.names[p] in exchange.place:
         engine, i = exchange.place[exchange.names[p]]
         engine.state.write(i, {part: x for part, x in engine.state.read(i).items() if part != MOMENTUM})
 
 
 def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tensor) -> None:
-    """Add to what this rank keeps of v of `p`."""
+    """Add to this rank's residual v of `p`."""
     if exchange.names[p] in exchange.place:
         engine, i = exchange.place[exchange.names[p]]
         segment = engine.bucket.segments[i]
@@ -121,15 +121,15 @@ def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tenso
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of one parameter's state."""
+    """Copy one parameter's state."""
     return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
 
 
 def clean(states: Mapping[Any, dict[str, Any]]) -> None:
-    """Empty what is not finite of an inner optimizer's state: it would spoil the weights again.
+    """Reset the state of parameters that is not finite in an inner optimizer; it would spoil the weights again.
 
-    Of a parameter all of it: Adam's first moment is no good without the second, nor are its steps, by which empty
-    moments would count as full ones.
+    The whole state of a parameter is reset: Adam's first moment needs the second, and with its old step count zero
+    moments would not be bias-corrected.
     """
     for state in states.values():
         own = [x for x in state.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -141,7 +141,7 @@ def clean(states: Mapping[Any, dict[str, Any]]) -> None:
 
 
 def unscale(optimizer: Optimizer) -> bool | None:
-    """Do with gradients what a GradScaler asks for that calls ``step``; whether the step may be, None: nobody asks."""
+    """Unscale gradients for a GradScaler that calls ``step``; return whether the step may be made, None without one."""
     found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found is not None and float(found):
         return False
@@ -150,6 +150,6 @@ def unscale(optimizer: Optimizer) -> bool | None:
             p.grad.div_(scale.to(p.grad.device))
     if found is None:
         return None
-    for name in ("grad_scale", "found_inf"):  # for an optimizer that would unscale by itself
+    for name in ("grad_scale", "found_inf"):  # else an optimizer that unscales itself would unscale again
         setattr(optimizer, name, None)
     return True

@@ -1,4 +1,4 @@
-"""State of a training run beside model and optimizer: saved, loaded, emptied; and the model's file of a checkpoint."""
+"""Save, load and flush the state of a training run; the model's file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _GROUPS = {"param_groups": list_of(MAPPING), "state": MAPPING}
 
 
 def read(name: str, data: bytes) -> dict[str, Any]:
-    """What ``save_checkpoint`` has written, by "model", "optimizer" and "extra".
+    """Read the model's file of ``save_checkpoint``: a dict of "model", "optimizer" and "extra".
 
     Args:
         name: name of the file, for messages.
-        data: its bytes.
+        data: content of the file.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another form.
+        CheckpointError: the file cannot be read, or has another structure.
     """
     try:
         saved = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # of torch, of any kind
+    except Exception as error:  # torch raises errors of any kind
         raise CheckpointError(f"the model's file, {name}, cannot be read ({error})") from None
     return checked(f"the model's file, {name}, is damaged", saved, _FIELDS)
 
 
 @contextmanager
-def put_back_on_error(model: Any) -> Iterator[None]:
-    """Let parameters and buffers of `model` be what they were, where what is done inside fails.
+def put_back_on_error(model: object) -> Iterator[None]:
+    """Restore parameters and buffers of `model` after an error inside.
 
-    A model's own hooks and methods say what can be loaded, and may change what they are given: they are called once.
-    What they keep elsewhere is not put back.
+    A model's own hooks decide whether a state can be loaded, and may change it, so loading is tried once. Other state
+    of the hooks is not restored.
 
     Cost: a copy of the model, on the host.
     """
@@ -63,39 +63,39 @@ def put_back_on_error(model: Any) -> Iterator[None]:
         for x, before in kept:
             if x.shape == before.shape:
                 x.detach().copy_(before)
-            else:  # a hook has made room
+            else:  # a hook has resized the tensor
                 x.data = before.to(x.device)
         raise
 
 
-def load_model(name: str, saved: Mapping[str, Any], model: Any) -> None:
-    """Load into `model` what `read` has returned; see `put_back_on_error`.
+def load_model(name: str, saved: Mapping[str, Any], model: Module) -> None:
+    """Load the result of `read` into `model`; see `put_back_on_error`.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: it does not fit the model.
     """
     try:
         model.load_state_dict(saved["model"])
-    except Exception as error:  # of torch, or of the model's own hooks
+    except Exception as error:  # raised by torch or by the model's own hooks
         raise CheckpointError(f"the model's file, {name}, does not fit the model: {error}") from None
 
 
-def check_fits(name: str, saved: Mapping[str, Any], optimizer: Any) -> None:
-    """Raise CheckpointError unless `optimizer` can load what `read` has returned; changes nothing."""
+def check_fits(name: str, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise CheckpointError unless `optimizer` can load the result of `read`; changes nothing."""
     what = f"the model's file, {name}, does not fit"
     ours, theirs = optimizer.state_dict(), saved["optimizer"]
     if not ours.keys() >= _GROUPS.keys():
-        return  # an optimizer with a form of its own
+        return  # an optimizer with another structure of state_dict
     fields = checked(f"{what} the optimizer", theirs, _GROUPS, within="optimizer.")
     groups = fields["param_groups"]
     if len(groups) != len(ours["param_groups"]):
         raise CheckpointError(
             f"{what} the optimizer: it has {len(groups)} parameter groups, the optimizer {len(ours['param_groups'])}"
         )
-    defaults = getattr(optimizer, "defaults", {})  # torch has some for flags that were not known when it was saved
+    defaults = getattr(optimizer, "defaults", {})  # torch sets defaults for flags newer than the checkpoint
     needed = {key for key, value in defaults.items() if isinstance(value, tuple) or NUMBER.holds(value)}
     own = next(base for base in type(optimizer).__mro__ if base.__module__.partition(".")[0] != "horovod")
-    known = own.__module__.startswith("torch.optim")  # what others keep may grow, or be converted when it is loaded
+    known = own.__module__.startswith("torch.optim")  # others may convert their state when it is loaded
     for i, (our_group, group) in enumerate(zip(ours["param_groups"], groups, strict=True)):
         within = f"optimizer.param_groups[{i}]."
         kinds = {key: kind for key, value in our_group.items() if (kind := _like(value))}
@@ -110,13 +110,13 @@ def check_fits(name: str, saved: Mapping[str, Any], optimizer: Any) -> None:
             if "step" in state:
                 kinds["step"] = Kind("a number from 0 on", lambda x: _is_number(x) and 0 <= x < math.inf)
             if "momentum_buffer" in kinds:
-                kinds["momentum_buffer"] = optional(kinds["momentum_buffer"])  # torch's, without a step
+                kinds["momentum_buffer"] = optional(kinds["momentum_buffer"])  # None in torch before the first step
             within = f"optimizer.state[{key}]."
             checked(f"{what} the optimizer", fields["state"][key], kinds, ("momentum_buffer",), within)
 
 
-def _like(ours: Any) -> Kind | None:
-    """What may be loaded in the place of `ours`; None: anything."""
+def _like(ours: object) -> Kind | None:
+    """Return the kind of values that may replace `ours`; None: any."""
     if isinstance(ours, torch.Tensor) and ours.numel() != 1:
         shape = ours.shape
         return Kind(f"a tensor of shape {tuple(shape)}", lambda x: isinstance(x, torch.Tensor) and x.shape == shape)
@@ -133,20 +133,20 @@ def _like(ours: Any) -> Kind | None:
 _UNSET = Kind("None, a flag or a text", lambda x: x is None or isinstance(x, (bool, str)))  # None lets torch choose
 
 
-def _is_list(x: Any, length: int, of: type = object) -> bool:
+def _is_list(x: object, length: int, of: type = object) -> bool:
     return isinstance(x, (list, tuple)) and len(x) == length and all(isinstance(each, of) for each in x)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return x.numel() == 1 if isinstance(x, torch.Tensor) else NUMBER.holds(x)
 
 
 class Member(NamedTuple):
-    """A rank of those that save or load an optimizer together.
+    """One of the ranks that save or load an optimizer together.
 
     Args:
-        collectives: transport of these ranks, which bears with slow disks.
-        names: names of parameters, perhaps of a whole model of which other optimizers have parts.
+        collectives: transport of these ranks, with a timeout for slow disks.
+        names: names of parameters, which may include those of other optimizers.
         averages: whether gradients are averaged or summed.
         group: number of the group of ranks; 0: all of the job.
     """
@@ -222,8 +222,8 @@ def _dumped(model: Module | None, optimizer: Optimizer, extra: dict[str, Any]) -
         torch.load(io.BytesIO(out.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
         raise CheckpointError(
-            "what is to be saved could not be loaded again without running code from the file; keep numbers, texts, "
-            f"tensors, dicts and lists only ({error})"
+            "the state could not be loaded again without running code from the file; save numbers, texts, tensors, "
+            f"dicts and lists only ({error})"
         ) from None
     return out.getvalue()
 
@@ -232,7 +232,7 @@ def _dumped(model: Module | None, optimizer: Optimizer, extra: dict[str, Any]) -
 
 
 def kept_by(session: Session) -> ResidualState:
-    """A copy of what this rank has kept; see ``residual_state_dict``."""
+    """Copy the state of this rank; see ``residual_state_dict``."""
     session.carrier.follow(session)
     session.strategy.check_between_steps()
     session.saves_residuals = True
@@ -240,14 +240,14 @@ def kept_by(session: Session) -> ResidualState:
 
 
 def load_residuals(session: Session, state: ResidualState) -> None:
-    """Go on from `state`, of this rank; see ``load_residual_state_dict``."""
+    """Load `state`, of this rank; see ``load_residual_state_dict``."""
     session.carrier.follow(session)
     session.strategy.check_between_steps()
     session.kept.resume(state)
 
 
 def to_dict(state: ResidualState) -> dict[str, Any]:
-    """`state` as a dict of plain values and tensors."""
+    """Convert `state` to a dict of plain values and tensors."""
     found: dict[str, Any] = _converted(
         state.to_dict(), lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
     )
@@ -255,30 +255,31 @@ def to_dict(state: ResidualState) -> dict[str, Any]:
 
 
 def from_dict(record: Mapping[str, Any]) -> ResidualState:
-    """What `to_dict` was given.
+    """Convert the result of `to_dict` back.
 
     Raises:
-        CheckpointError: it is no such dict.
+        CheckpointError: `record` is not such a dict.
     """
     return ResidualState.from_dict(_converted(record, _as_array))
 
 
-def _as_array(x: Any) -> Any:
-    """`x` as an array where it may be one of a record, which says of everything else that it is none."""
-    fit = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.dtype in (torch.float32, torch.float64)
-    return x.detach().cpu().numpy() if fit else x
+def _as_array(x: object) -> object:
+    """Convert a tensor that can be an array of a record; return other values unchanged, for `from_dict` to refuse."""
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.dtype in (torch.float32, torch.float64):
+        return x.detach().cpu().numpy()
+    return x
 
 
-def _converted(x: Any, convert: Callable[[Any], Any]) -> Any:
-    """`x` with all that stands in its mappings converted."""
+def _converted(x: object, convert: Callable[[Any], Any]) -> Any:
+    """Convert all values in `x` and its nested mappings."""
     return {key: _converted(y, convert) for key, y in x.items()} if isinstance(x, Mapping) else convert(x)
 
 
-# -- nothing left behind
+# -- flush
 
 
 def flush_between_steps(session: Session) -> None:
-    """See ``flush`` of the optimizer; a rank that may not flush, as it is in a step, may call it again after that."""
+    """See ``flush`` of the optimizer; a rank that is within a step may call it again after the step."""
     session.carrier.follow(session)
     session.strategy.before_flush()
     session.carrier.meet(session, "flush")
@@ -286,7 +287,7 @@ def flush_between_steps(session: Session) -> None:
 
 
 def flush(session: Session) -> None:
-    """Apply everything that the ranks have kept, between two steps."""
+    """Apply the residuals of all ranks, between two steps."""
     session.carrier.follow(session)
     session.strategy.check_between_steps()
     exchange, update = session.exchange, session.update
@@ -300,13 +301,13 @@ def flush(session: Session) -> None:
             exchange.keep(name, {RESIDUAL: own})
     for p in exchange.names:
         p.grad = None
-    update.prepare(session.optimizer, exchange)  # the next step takes over what stands in the optimizer's state now
+    update.prepare(session.optimizer, exchange)  # the next step takes over the optimizer's state
 
 
 def _left(exchange: GradientExchange) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """What all ranks together have kept of every tensor, by part; it is zero here afterwards.
+    """Return the combined state of all ranks for every tensor, by part, and set this rank's to zero.
 
-    An allreduce of every part that any rank has.
+    One allreduce for every part that any rank has.
     """
     collectives, averages = exchange.collectives, exchange.settings.averages
 

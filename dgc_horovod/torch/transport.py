@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -14,33 +13,33 @@ from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
 WITHOUT_CUDA = (
-    "Horovod was built without CUDA, and ends the process that gives it a CUDA tensor. All gradients of this optimizer "
+    "Horovod was built without CUDA, and ends a process that passes it a CUDA tensor. All gradients of this optimizer "
     "go through host memory; call broadcast_parameters and Horovod's other operations before the model is on the GPU, "
     "or build Horovod with CUDA (docs/cuda.md)"
 )
 
 _ENDED = (
-    "Horovod has been shut down: another rank has ended, too early or by an error that its own output tells "
-    "(Horovod says: {})"
+    "Horovod has been shut down: another rank has ended, too early or by an error, which its own output shows "
+    "(Horovod's message: {})"
 )
 
 
 def needs_host(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` must not be given to Horovod: one that was built without CUDA ends the process then."""
+    """Return whether `tensor` must not be passed to Horovod, which was built without CUDA and would end the process."""
     return tensor.is_cuda and not hvd.cuda_built()
 
 
 def _sendable(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What Horovod is given for `tensor`, and `Pending.home`."""
+    """Return the tensor to pass to Horovod, and `Pending.home`."""
     return (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
 
 
 class _ElasticTimeout(CollectiveTimeout, HorovodInternalError):
-    """In an elastic job those who are left go back to the last commit."""
+    """A timeout of an elastic job, after which the remaining ranks return to the last commit."""
 
 
 class HorovodCollectives(Collectives):
-    """`Collectives` by Horovod.
+    """`Collectives` over Horovod.
 
     Args:
         process_set: Horovod's process set; N is its size.
@@ -91,15 +90,15 @@ class HorovodCollectives(Collectives):
         if self.workers == 1:
             return Pending(None, tensor, full_name)
         sent, home = _sendable(tensor)
-        ranks = list(self.process_set.ranks or range(self.workers))  # of the set, as Horovod numbers all
+        ranks = list(self.process_set.ranks or range(self.workers))  # global ranks of the set
         handle = self._start(hvd.broadcast_async_, sent, ranks[root], full_name, self.process_set)
         return Pending(handle, sent, full_name, home)
 
-    def _start(self, operation: Callable[..., int], *arguments: Any, **settings: Any) -> int:
-        """Horovod's handle of a collective that is under way.
+    def _start(self, operation: Callable[..., int], *arguments: object, **settings: object) -> int:
+        """Start a collective; return Horovod's handle.
 
         Raises:
-            HorovodInternalError: another rank has ended. Of the set of all ranks Horovod says so itself.
+            HorovodInternalError: another rank has ended. Horovod itself raises it for the set of all ranks only.
         """
         try:
             return operation(*arguments, **settings)
@@ -113,7 +112,7 @@ class HorovodCollectives(Collectives):
 
     def _result(self, handle: int) -> torch.Tensor:
         result = hvd.synchronize(handle)
-        return result[0] if isinstance(result, tuple) else result  # an alltoall says how much came from whom
+        return result[0] if isinstance(result, tuple) else result  # an alltoall also returns the received sizes
 
     def _timed_out(self, text: str) -> CollectiveTimeout:
         if envvars.horovod_elastic():

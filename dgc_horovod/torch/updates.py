@@ -1,7 +1,7 @@
-"""A torch optimizer's arithmetic (`dgc_horovod.arithmetic`) in its groups and its state, and what steps its weights.
+"""The arithmetic of a torch optimizer (`dgc_horovod.arithmetic`) on its groups and state, and the update of weights.
 
-The exchange brings ``mean(s)`` into ``p.grad``. For plain error feedback the user's optimizer takes it as a gradient.
-Where its arithmetic is split, it steps tensors that are not compressed, and the others are stepped here.
+The exchange writes ``mean(s)`` to ``p.grad``. With plain error feedback the user's optimizer uses it as gradient. If
+the arithmetic is split, the user's optimizer steps the dense tensors only, and the compressed ones are stepped here.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from dgc_horovod.torch.optimizer_state import (
 
 States = MutableMapping[Parameter, State]  # of an optimizer
 OwnStep = Callable[[], Any]
-Own = dict[Parameter, tuple[Arrays, int | None]]  # a rank's own: slots by part, and Adam's steps
+Own = dict[Parameter, tuple[Arrays, int | None]]  # state that differs between ranks: slots by part, and Adam's steps
 
 STOCK: dict[type[Optimizer], Arithmetic] = {torch.optim.SGD: SGD(), torch.optim.AdamW: Adam(), torch.optim.Adam: Adam()}
 
 
 def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
-    """How `optimizer`, not yet wrapped, is updated; of a subclass that overrides ``step`` no arithmetic is known.
+    """Return the `Update` of `optimizer`, not yet wrapped; its arithmetic is unknown if a subclass overrides ``step``.
 
     Raises:
-        UnsupportedUse: an option of the optimizer that the split would get wrong.
+        UnsupportedUse: the split does not support an option of the optimizer.
     """
     step, stock = inspect.unwrap(type(optimizer).step), Arithmetic()
     for base, arithmetic in STOCK.items():
@@ -56,12 +56,12 @@ def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
             stock = arithmetic
             break
     decoupled = isinstance(optimizer, torch.optim.AdamW)
-    options = (options_of(group, decoupled) for group in optimizer.param_groups)  # of any optimizer, unless asked for
+    options = (options_of(group, decoupled) for group in optimizer.param_groups)  # lazy: other optimizers lack some
     return Update(stock, *choose(stock, type(optimizer), options, config), decoupled)
 
 
 def options_of(group: Group, decoupled: bool = False) -> Options:
-    """Those of a group of an optimizer that is known. `decoupled`: whether weight decay is, whatever the group says."""
+    """Return the options of a group of a known optimizer. `decoupled`: weight decay is decoupled in every group."""
     b1, b2 = group.get("betas", (0.0, 0.0))
     return Options(
         float(group.get("momentum", 0.0)),
@@ -78,19 +78,19 @@ def options_of(group: Group, decoupled: bool = False) -> Options:
 
 
 class Update:
-    """What an optimizer does with what was exchanged.
+    """The application of exchanged updates by an optimizer.
 
-    Of SGD ``momentum_buffer`` goes on with what is the same on every rank, so that a stock checkpoint's buffer loads
-    into it exactly. Adam's moments leave the state; a step at which everything is sent is Adam's own.
+    SGD's ``momentum_buffer`` keeps the part of the momentum that is equal on all ranks, so a stock checkpoint's buffer
+    loads into it exactly. Adam's moments leave the state; a step at density 1 is Adam's own.
 
     Args:
         stock: arithmetic of the user's optimizer.
-        arithmetic: that of what is exchanged.
-        notices: texts for the user, each said once.
-        decoupled: whether weight decay is, whatever a group says.
+        arithmetic: arithmetic of the exchanged updates.
+        notices: texts for the user, each printed once.
+        decoupled: whether weight decay is decoupled in every group.
 
     Attributes:
-        dense: whether the step under way is the user's optimizer's own, as everything is sent.
+        dense: whether the present step is the user's optimizer's own, at density 1.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Update:
     ) -> None:
         self.stock, self.arithmetic, self.notices, self._decoupled = stock, arithmetic, list(notices), decoupled
         self.dense = False
-        self._taken: set[Parameter] = set()  # whose state has been looked at since `prepare`
-        self._made: Made = []  # by `prepare` since the last step
-        self._looks = 0 if stock.is_split else LOOKS  # that are left, see `check_weights`
+        self._taken: set[Parameter] = set()  # parameters whose state has been checked since `prepare`
+        self._made: Made = []  # zeros made by `prepare` since the last step
+        self._looks = 0 if stock.is_split else LOOKS  # remaining checks, see `check_weights`
 
     def _options(self, group: Group) -> Options:
         return options_of(group, self._decoupled) if self.arithmetic.is_split else Options()
@@ -111,17 +111,17 @@ class Update:
     def entering(
         self, group_of: Callable[[Parameter], Group], states: States, exchange: GradientExchange
     ) -> tuple[dict[str, Accumulation], dict[Parameter, float]]:
-        """How gradients enter the residual in the step that begins; see `GradientExchange.begin_step`.
+        """Return how gradients enter the residual in the beginning step, for `GradientExchange.begin_step`.
 
         Args:
-            group_of: function that gives the group of a parameter.
+            group_of: function that returns the group of a parameter.
             states: the optimizer's state, which the engine takes over.
             exchange: exchange of the optimizer.
         """
         self.dense = self.arithmetic.dense_is_stock and exchange.as_stock
         accumulations: dict[str, Accumulation] = {}
         decays: dict[Parameter, float] = {}
-        options: dict[int, Options] = {}  # of a group, made once for all of its tensors
+        options: dict[int, Options] = {}  # by id of a group
         for p, name in exchange.sparse.items() if not self.dense else ():
             group = group_of(p)
             known = options.get(id(group)) or options.setdefault(id(group), self._options(group))
@@ -132,27 +132,27 @@ class Update:
         return accumulations, decays
 
     def decay_before(self, group: Group) -> float:
-        """Weight decay that belongs to the gradient itself, added before everything else."""
+        """Return the weight decay that is added to the gradient before accumulation."""
         return 0.0 if self.dense else self.arithmetic.decay_before(self._options(group))
 
     def fading(self, group: Group) -> float:
-        """The factor, in [0, 1), by which the engine's momentum falls in a step without a gradient."""
+        """Return the factor, in [0, 1), of the engine's momentum in a step without a gradient."""
         return self._options(group).momentum
 
     @property
     def sends_directions(self) -> bool:
-        """Whether updates are steps already, and no gradients."""
+        """Whether updates are Adam's directions, not gradients."""
         return self.arithmetic.dense_is_stock and not self.dense
 
     # -- updates out
 
     def begin(self, optimizer: Optimizer) -> None:
-        """The optimizer's own step comes: the zeros of `prepare` become what the parameters have become since."""
+        """Prepare for the optimizer's own step: adapt the zeros of `prepare` to their parameters."""
         refit_state(optimizer, self._made)
         self._made = []
 
     def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
-        """Apply one exchanged step: `own_step` runs the user's optimizer on every ``p.grad`` there is."""
+        """Apply one exchanged step; `own_step` steps the user's optimizer on every ``p.grad``."""
         if self.dense:
             fill_state(optimizer, self.stock, exchange.names)
         if self.dense or not self.arithmetic.is_split:
@@ -187,9 +187,9 @@ class Update:
             p.add_(shared, alpha=-rate)
 
     def check_weights(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
-        """After a step: raise NotFinite if an optimizer whose arithmetic is not known has spoilt the weights.
+        """Raise NotFinite after a step if an optimizer with unknown arithmetic has made weights not finite.
 
-        In the first steps that are compressed only; the same on every rank, as the weights are.
+        Checked in the first compressed steps only; the result is the same on every rank, as the weights are.
         """
         if self._looks and exchange.counts.density_now < 1:
             self._looks -= 1
@@ -200,10 +200,10 @@ class Update:
 
     @torch.no_grad()
     def prepare(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
-        """Let the optimizer's state have what stock's has, on every rank: zeros where the engine keeps the real thing.
+        """Give the optimizer's state the entries of stock's, on every rank: zeros for values that the engine keeps.
 
-        A second moment that the ranks share is there as stock Adam has it. Called after wrapping, after loading a
-        state, and whenever somebody asks for it.
+        Shared second moments are written in stock Adam's form. Called after wrapping, after loading a state, and before
+        ``state_dict()``.
         """
         for p in self._taken:
             self._follow_emptied(p, optimizer.state, exchange)
@@ -217,26 +217,28 @@ class Update:
         self._taken = set()
 
     def _adopt_state(self, p: Parameter, group: Group, states: States, exchange: GradientExchange) -> None:
-        """Let the engine take over what stands in the optimizer's state: that of a stock checkpoint, or dense steps.
+        """Move the optimizer's state, from a stock checkpoint or dense steps, to the engine.
 
-        Of SGD that stays, but for the zeros of `prepare`, before u takes up memory: without decay b would stay zero.
+        SGD's state stays in the optimizer; only zeros of `prepare` are removed to save memory, if there is no weight
+        decay, which would fill them.
         """
         if not self.arithmetic.is_split or not self._was_placeholder(p, states, exchange):
             return
         state, buffer = states[p], SLOTS[MOMENTUM]
         if not self.arithmetic.is_linear:
-            steps = int(state.get(STEP, 1)) if state else 0  # one that counts none has made some
+            steps = int(state.get(STEP, 1)) if state else 0  # a state without a count has made steps
             if steps and not exchange.second[exchange.names[p]].known:
                 self._take_over(p, group, state, exchange, steps)
             state.clear()
         elif not group["weight_decay"] and state.get(buffer) is not None and not state[buffer].any():
-            del state[buffer]  # not None, which scripts that look for the key would take for a tensor
+            del state[buffer]  # not set to None, which scripts that test for the key would take for a tensor
 
     @torch.no_grad()
     def end_dense_steps(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
-        """The optimizer has stepped alone, the same on every rank; from now on it does with what was exchanged.
+        """Begin compressed steps after steps of the optimizer itself, which were equal on all ranks.
 
-        SGD's b becomes every rank's u, as if that had been there from the start: b would cost passes of its own.
+        SGD's momentum_buffer becomes u of every rank, as if there had been u from the start; a buffer besides u would
+        cost passes of its own.
         """
         for group in optimizer.param_groups if self.arithmetic.is_linear else ():
             for p in group["params"]:
@@ -247,47 +249,47 @@ class Update:
 
     def _take_over(self, p: Parameter, group: Group, state: State, exchange: GradientExchange, steps: int) -> None:
         options, (first, *others) = self._options(group), self.arithmetic.slots
-        share = 1 if exchange.settings.averages else exchange.collectives.workers  # each has its part of a sum
+        share = 1 if exchange.settings.averages else exchange.collectives.workers  # of a sum each rank takes a part
         owed = self.arithmetic.owes(options) / share * _sign(options) * state[SLOTS[first]]
         slots = {first: flat(owed), **{part: flat(state[SLOTS[part]]) for part in others}}
         self.arithmetic.take_over(exchange, exchange.names[p], slots, options, steps)
 
     def _was_placeholder(self, p: Parameter, states: States, exchange: GradientExchange) -> bool:
-        """Whether the state of `p` has not been looked at since `prepare`."""
-        known = p in self._taken or p not in states  # `prepare` has filled it, so it was emptied since
+        """Return whether the state of `p` has not been checked since `prepare`; mark it as checked."""
+        known = p in self._taken or p not in states  # a missing state, filled by `prepare`, was removed by a script
         if known:
             self._follow_emptied(p, states, exchange)
         self._taken.add(p)
         return not known
 
     def _follow_emptied(self, p: Parameter, states: States, exchange: GradientExchange) -> None:
-        """A script has emptied the optimizer's state to begin without momentum: what the engine has of it goes too."""
+        """Drop the engine's momentum of `p` if the script has removed its state, to start without momentum."""
         if p not in states:
             states[p] = {}
             drop_momentum(exchange, p)
             if self.arithmetic.dense_is_stock:
                 exchange.second.forget(exchange.names[p])
 
-    # -- what is this rank's alone
+    # -- state that differs between ranks
 
     def add_own(self, optimizer: Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
-        """Add to a rank's record what of the optimizer's state is this rank's alone."""
+        """Add the optimizer's state that differs between ranks to this rank's record."""
         for p, name in exchange.names.items() if self.arithmetic.own else ():
             own = optimizer.state.get(p, {})
             kept = {part: own.get(SLOTS[part]) for part in self.arithmetic.own}
             slots = {part: flat(x).copy() for part, x in kept.items() if x is not None}
             if not all(np.isfinite(x).all() for x in slots.values()):
-                continue  # no file takes others
+                continue  # a checkpoint cannot hold them
             if slots:
                 state.tensors.setdefault(name, {}).update(slots)
             if STEP in own and name in state.tensors:
                 state.directions[name] = int(own[STEP])
 
     def split_own(self, exchange: GradientExchange, state: ResidualState) -> tuple[ResidualState, Own]:
-        """The record without that, and that, for `take_own`; nothing is changed.
+        """Split a record into the part without state of `add_own`, and that state, for `take_own`; changes nothing.
 
         Raises:
-            CheckpointError: it is of another model.
+            CheckpointError: the record is of another model.
         """
         of_name = {name: p for p, name in exchange.names.items()}
         rest, own = without_own(state, self.arithmetic.own, {name: p.numel() for name, p in of_name.items()})
@@ -296,28 +298,28 @@ class Update:
 
     @torch.no_grad()
     def take_own(self, optimizer: Optimizer, own: Own) -> None:
-        """Put back what `split_own` has found."""
+        """Load the state that `split_own` has found."""
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p in own:
                     put_slots(p, group, optimizer.state[p], *own[p])
 
-    # -- nothing left behind
+    # -- flush
 
     @torch.no_grad()
     def flush(
         self, optimizer: Optimizer, exchange: GradientExchange, left: Mapping[Parameter, Left], own_step: OwnStep
     ) -> dict[Parameter, torch.Tensor]:
-        """Apply what all ranks together had kept, see `Arithmetic.flushed`.
+        """Apply the combined residuals of all ranks, see `Arithmetic.flushed`.
 
         Args:
             optimizer: wrapped torch optimizer.
             exchange: its exchange.
             left: combined u and v of every tensor in a bucket, by part.
-            own_step: function that runs the user's optimizer on every ``p.grad`` there is.
+            own_step: function that steps the user's optimizer on every ``p.grad``.
 
         Returns:
-            What cannot be applied, by parameter, and is to be kept on every rank.
+            Residuals that cannot be applied, by parameter; every rank must keep them.
         """
         if self.arithmetic.flush_is_step:
             for group in optimizer.param_groups:
@@ -356,5 +358,5 @@ class Update:
 
 
 def _sign(options: Options) -> float:
-    """Stock's slots are of what is descended."""
+    """Return -1 with ``maximize``, else 1: stock's slots are of the gradient that is descended."""
     return -1.0 if options.maximize else 1.0

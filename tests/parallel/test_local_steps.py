@@ -66,12 +66,12 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts(ranks):
 def test_a_state_that_is_loaded_or_broadcast_leaves_the_ranks_together(ranks):
     for found in (rank["local_steps_around.loading"] for rank in ranks):
         assert found["in a round"] == found["broadcast"] == 0
-        assert "'nobody' is of no parameter here" in found["alien"]
+        assert "'nobody' fits no parameter of this optimizer" in found["alien"]
 
 
 def test_a_frozen_layer_stays_and_a_thawed_one_is_refused(ranks):
     for found in (rank["local_steps_around.freezing"] for rank in ranks):
-        assert found["moved"] < 1e-4 and "wrap the optimizer while it does" in found["thawed"]
+        assert found["moved"] < 1e-4 and "wrap the optimizer while it requires one" in found["thawed"]
 
 
 def test_weights_that_differ_are_found_by_name_and_repaired(ranks):

@@ -1,4 +1,4 @@
-"""The strategy of ``Compression.auto``: the fastest exchange by its own clock."""
+"""The strategy of ``Compression.auto``: the fastest exchange by measurement."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Parameter = torch.Tensor
 
 
 class AutoTuned(EveryStep):
-    """The framework's own exchange, until the clock says that another is faster.
+    """Uses the framework's own exchange until a measurement shows that another is faster.
 
-    Where that carries gradients, every bit of the training is the framework's. u, v and all else of the session are
-    there, and empty. When compression begins, the optimizer's momentum becomes every rank's u; when it ends, a flush
-    puts u there, and applies v.
+    With the framework's own exchange every bit of the training is that of the framework; u and v are zero. When
+    compression begins, the optimizer's momentum becomes u of every rank. When it ends, a flush moves u back to the
+    optimizer, and applies v.
     """
 
     choice: Choice
@@ -41,7 +41,7 @@ class AutoTuned(EveryStep):
         own = session.carrier.stock
         assert own is not None
         self.own: Stock = own
-        self._waited = 0.0  # in the present step
+        self._waited = 0.0  # seconds, in the present step
         self._owed: dict[Parameter, torch.Tensor] = {}
 
     def started(self) -> None:
@@ -65,7 +65,7 @@ class AutoTuned(EveryStep):
         return self.own.start(p)
 
     def add_owed(self, p: Parameter, gradient: torch.Tensor | None) -> None:
-        """Give a gradient what coding has left of those that were sent whole, which a flush need not apply."""
+        """Add the residual of a dense tensor, the rounding error of its coding, to its next gradient."""
         owed = self._owed.pop(p, None)
         if owed is not None and gradient is not None:
             gradient.add_(owed.to(gradient), alpha=self.session.exchange.loss_scale())
@@ -82,10 +82,10 @@ class AutoTuned(EveryStep):
             self.arrived(time.perf_counter() - begin)
 
     def arrived(self, waited: float) -> None:
-        """The framework's own exchange has filled every ``p.grad``.
+        """Record that the framework's own exchange has filled every ``p.grad``.
 
         Args:
-            waited: seconds in which nothing was left to do but wait for it, >= 0.
+            waited: seconds spent only waiting for it, >= 0.
         """
         session, exchange = self.session, self.session.exchange
         self._waited += waited
@@ -94,7 +94,7 @@ class AutoTuned(EveryStep):
             clip_all(exchange.names, session.config.clip_norm * exchange.loss_scale())
 
     def step(self) -> bool:
-        """See `EveryStep`; now and then the ranks compare and choose."""
+        """See `EveryStep`; at intervals the ranks compare measurements and choose."""
         is_made = self._stock_step() if self.stock else super().step()
         waited, self._waited = self._waited, 0.0
         if self.choice.step_ended(time.perf_counter(), waited):
@@ -123,7 +123,7 @@ class AutoTuned(EveryStep):
         self.own.cleared()
         super().clear_gradients()
 
-    # -- what the ranks compare, now and then
+    # -- comparison of measurements between ranks
 
     def _compare(self) -> None:
         choice, before = self.choice, self.choice.trial.mode
@@ -147,22 +147,22 @@ class AutoTuned(EveryStep):
             begin = time.perf_counter()
             self._allreduced(torch.zeros(numel, device=device), f"link.{numel}")
             times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])  # the first time all ranks get there, and Horovod learns the name
+        return statistics.median(times[1:])  # the first time includes waiting for ranks, and Horovod's negotiation
 
-    # -- from one exchange to another
+    # -- switching between exchanges
 
     def leave(self) -> None:
-        """Go on with the framework's own exchange, as every rank does, where the choice was given up."""
+        """Switch to the framework's own exchange, on every rank, if the choice was given up."""
         if self.choice.given_up and self.choice.trial.mode != DENSE:
             self.switch(DENSE)
             self.choice.trial.stay(DENSE)
 
     def switch(self, mode: str) -> None:
-        """Exchange the gradients of the steps to come in another way; between two steps, on every rank."""
+        """Switch to another exchange from the next step on; call it on every rank, between two steps."""
         session = self.session
         if mode != COMPRESSED and not self.stock:
-            grads = {p: p.grad for p in session.exchange.names}  # a script may look at them after the step
-            held = session.passes.set_aside()  # backward passes of a step to come
+            grads = {p: p.grad for p in session.exchange.names}  # a script may read them after the step
+            held = session.passes.set_aside()  # backward passes of the next step
             kept.flush(session)
             session.passes.put_back(held)
             for p, grad in grads.items():
@@ -176,7 +176,7 @@ class AutoTuned(EveryStep):
         session, stock = self.session, mode != COMPRESSED
         self._owed = _left_of_whole(session.exchange) if stock else {}
         if not stock and self.stock:
-            session.update.prepare(session.optimizer, session.exchange)  # the engine takes over what stands there
+            session.update.prepare(session.optimizer, session.exchange)  # the engine takes over the state
             session.watch = GradientWatch()
             session.may_apply = True
             session.exchange.clipping.goes_on()
@@ -193,22 +193,22 @@ class AutoTuned(EveryStep):
         self._enter(self.choice.trial.mode)
 
     def _begin_anew(self) -> None:
-        """Choose again, as every rank does; what is kept is applied."""
+        """Flush, and start the choice again, on every rank."""
         self.switch(DENSE)
         self.choice.begin()
 
     def ranks_changed(self) -> None:
         """See `Strategy`."""
-        if self.choice.trial.ended:  # what was fastest for other ranks
+        if self.choice.trial.ended:  # the choice was made for another number of ranks
             self._begin_anew()
 
     def check_between_steps(self) -> None:
         """See `Strategy`."""
-        if self.session.passes.results or not self.stock:  # behind the uncompressed exchange u and v are empty
+        if self.session.passes.results or not self.stock:  # with the framework's own exchange u and v are zero
             super().check_between_steps()
 
     def conclude(self) -> None:
-        """A checkpoint holds no half of a trial: that begins anew."""
+        """Start a trial again before a checkpoint, which cannot hold a part of one."""
         if not self.stock and not self.choice.trial.ended:
             self._begin_anew()
 
@@ -221,9 +221,9 @@ class AutoTuned(EveryStep):
 
 
 def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
-    """What coding has left of the gradients of tensors that are sent whole, where it has left something.
+    """Return the non-zero residuals of dense tensors with coded values: the rounding errors of their gradients.
 
-    A worker of a node has it of its slice, for all workers of the node.
+    A worker of a node has those of its slice, for all workers of the node.
     """
     left: dict[Parameter, torch.Tensor] = {}
     for run in exchange.runs:

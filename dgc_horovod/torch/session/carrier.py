@@ -1,4 +1,4 @@
-"""Who carries the bytes of a session: Horovod, or torch.distributed with DistributedDataParallel or without."""
+"""The carrier of a session, which runs its collectives: Horovod, or torch.distributed with or without DDP."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ class Stock:
     """The framework's own exchange, which ``auto`` begins with.
 
     Attributes:
-        name: whose it is, in words.
+        name: name of the exchange, for messages.
     """
 
     name: str
 
     @property
     def on_gloo(self) -> bool:
-        """Whether it is Gloo's, on a CPU."""
+        """Whether it runs over Gloo on a CPU."""
         raise NotImplementedError
 
     def start(self, p: Parameter) -> Result:
-        """Exchange ``p.grad``, where a carrier's `exchanges_in_backward` is false."""
+        """Start the exchange of ``p.grad``, if the carrier's `exchanges_in_backward` is false."""
         raise NotImplementedError
 
     def take_accumulates(self) -> bool:
-        """Before a step: whether the script has made it of several exchanged gradients, or of none."""
+        """Return, before a step, whether it has several exchanged gradients, or none; reset the record."""
         return False
 
     def cleared(self) -> None:
-        """The script has cleared its gradients."""
+        """Record that the script has cleared its gradients."""
 
 
 class Carrier:
-    """The ranks of one optimizer, and how its gradients come to the session and go back.
+    """The ranks of one optimizer, and the delivery of its gradients and updates.
 
     Args:
         names: name of every parameter of the optimizer.
-        settings: how gradients are combined.
+        settings: reduction of the gradients.
         passes_per_step: backward passes that are summed before one exchange, >= 1.
     """
 
-    exchanges_in_backward = False  # whether updates stand in ``p.grad`` when ``backward`` returns
-    elastic = False  # whether the ranks may change while the job runs
-    stock: Stock | None = None  # the framework's own exchange, where there is one
+    exchanges_in_backward = False  # whether ``p.grad`` has updates when ``backward`` returns
+    elastic = False  # whether the ranks may change during the job
+    stock: Stock | None = None  # the framework's own exchange, if there is one
 
     def __init__(self, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1) -> None:
         self.names, self.settings, self.passes_per_step = names, settings, passes_per_step
 
     @property
     def group_name(self) -> str:
-        """Name of the ranks that take part, the same on each of them."""
+        """Name of the group of ranks, equal on each of them."""
         raise NotImplementedError
 
     def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
-        """A number for each parameter; tensors of different numbers never share a bucket."""
+        """Return a number for each parameter; tensors of different numbers never share a bucket."""
         raise NotImplementedError
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
-        """What all ranks must have in common."""
+        """Return the fields that must be equal on all ranks."""
         raise NotImplementedError
 
     def agree(self, session: Session) -> None:
-        """Compare it with the other ranks.
+        """Compare `agreed_fields` with the other ranks.
 
         Raises:
             RankMismatch: on every rank, if they differ.
@@ -80,31 +80,31 @@ class Carrier:
         raise NotImplementedError
 
     def transports(self, session: Session) -> Mapping[str, Collectives]:
-        """The transport of each group of ranks, for `exchange_of`."""
+        """Return the transport of each group of ranks, for `exchange_of`."""
         raise NotImplementedError
 
     def deliver(self, session: Session) -> None:
-        """From now on let every gradient come to `session`, as long as that is alive; here by hooks of parameters."""
+        """Deliver every gradient to `session` from now on, as long as it is alive; here by hooks of parameters."""
         if session.strategy.takes_gradients:
             session.hook_gradients()
 
     def started(self, session: Session) -> None:
-        """Everything is in its place: what is to be said to the user."""
+        """Give warnings to the user after the session has started."""
 
     def agree_anew(self) -> None:
-        """The ranks are others: they agree before the next exchange."""
+        """Compare fields again before the next exchange, after a change of ranks."""
 
     def follow(self, session: Session) -> None:
-        """Work with the ranks that there are."""
+        """Adapt `session` to the present ranks."""
 
     def check_ranks(self, session: Session) -> None:
-        """Before a gradient is exchanged: see whether all ranks are about to do the same, where they might not be."""
+        """Check before an exchange that all ranks are about to make the same one, for carriers that need it."""
 
     def meet(self, session: Session, name: str) -> None:
-        """Wait until all ranks are here, where a rank that is alone would meet packets of the others."""
+        """Wait for all ranks, for carriers whose collectives match by order."""
 
     def put(self, p: Parameter, update: torch.Tensor, taken: set[int]) -> None:
-        """Give ``p.grad`` an update, in its own memory, unless that is `taken`: autograd lets sums share a gradient."""
+        """Write an update to the memory of ``p.grad``, or to new memory if that is `taken`: autograd may share it."""
         assert p.grad is not None
         if p.grad.is_sparse:
             p.grad = update
@@ -116,7 +116,7 @@ class Carrier:
             taken.add(p.grad.data_ptr())
 
     def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
-        """Take updates out of ``p.grad`` that no weight is to get."""
+        """Take updates that must not be applied out of ``p.grad``, and return them."""
         return {}
 
     def before_step(self, session: Session) -> None:

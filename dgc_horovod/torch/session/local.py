@@ -1,7 +1,7 @@
-"""The strategy of ``Compression.local``: H steps on each rank alone, then an exchange of what they have changed.
+"""The strategy of ``Compression.local``: H steps on each rank alone, then an exchange of the changes of weights.
 
-The change of the weights takes the place of a gradient (SparseLoCo, arXiv 2508.15706): buckets, selection, codecs,
-exchanges and checks are those of every step.
+The change of the weights replaces the gradient (SparseLoCo, arXiv 2508.15706); buckets, selection, codecs, exchanges
+and checks are those of `EveryStep`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dgc_horovod.torch.optimizer_state import clean, copied, unscale
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.strategies import Strategy
 
-_OUTER = "outer_momentum"  # in a state
+_OUTER = "outer_momentum"  # key in a state_dict
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round under way on one rank, but for the weights that it has come to.
+    """A copy of the present round on one rank, without the weights.
 
     Args:
         count: number of inner steps since the last exchange, >= 0.
@@ -48,15 +48,15 @@ class LocalRounds:
     with outer momentum ``b = m*b + mean(s)`` and ``mean(s) + m*b`` in its place (Nesterov).
 
     Args:
-        exchange: exchange of the parameters; `e` is its residual. Another one takes its place when the ranks change.
+        exchange: exchange of the parameters; `e` is its residual. It is replaced when the ranks change.
         config: compression settings; ``local_steps``, ``local_decay``, ``outer_rate``, ``outer_momentum`` and
             ``offload`` are used.
 
     Attributes:
         momentum: outer momentum b, by parameter, the same on every rank; empty before the first exchange or without.
 
-    Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum; as much as the gradients
-    again during an exchange.
+    Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum; during an exchange as much
+    as the gradients.
     """
 
     def __init__(self, exchange: GradientExchange, config: DGCConfig) -> None:
@@ -66,12 +66,12 @@ class LocalRounds:
         self.momentum: dict[Parameter, torch.Tensor] = {}
         self._anchor: dict[Parameter, torch.Tensor] = {}
         self._versions: dict[Parameter, int] = {}  # torch's counts of writes, after the last inner step
-        self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while changes are in their places
+        self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while p.grad has changes of weights
         self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
 
     @property
     def count(self) -> int:
-        """Number of inner steps since the last exchange; the summary of a job is told of them, too."""
+        """Number of inner steps since the last exchange; it is also in the summary of a job."""
         return self.exchange.counts.pending
 
     @count.setter
@@ -79,24 +79,24 @@ class LocalRounds:
         self.exchange.counts.pending = count
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of `x`, of a parameter's shape, where the rounds keep theirs: with ``offload`` in host memory."""
+        """Copy `x`, of a parameter's shape, to the memory of the rounds: host memory with ``offload``."""
         if not self._config.offload:
             return x.clone()
         return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x)
 
     @torch.no_grad()
     def begin_step(self) -> bool:
-        """An inner step comes; before the first of a round the weights, the same on every rank, are remembered.
+        """Begin an inner step; the first of a round saves the weights, equal on all ranks, as anchor.
 
         Returns:
-            Whether the weights are those that the last step of this round has left: not others, which a script has set.
+            Whether the weights are unchanged since the last step of this round; False if a script has set them.
         """
         if not self._anchor:
             self._anchor = {p: self.held(p.detach()) for p in self.exchange.names}
         return all(p._version == version for p, version in self._versions.items())
 
     def end_step(self) -> bool:
-        """An inner step is made, or skipped; returns whether the round is full."""
+        """End an inner step, made or skipped; return whether the round is complete."""
         self.count += 1
         self.exchange.counts.steps_alone += 1
         self._versions = {p: p._version for p in self._anchor}
@@ -104,9 +104,9 @@ class LocalRounds:
 
     @torch.no_grad()
     def restart_of(self, sent: Collection[torch.Tensor]) -> None:
-        """All ranks have the same values in `sent`, of which some may be parameters: those begin a round with them.
+        """Restart the round for parameters in `sent`, whose values are equal on all ranks now.
 
-        The others go on with theirs. There is no outer momentum of what was set.
+        Other parameters continue their round. The outer momentum of restarted parameters is dropped.
         """
         places = {(x.data_ptr(), x.numel()) for x in sent}
         for p in [p for p in self._anchor if (p.data_ptr(), p.numel()) in places]:
@@ -115,39 +115,39 @@ class LocalRounds:
             self.momentum.pop(p, None)
 
     def go_on_in(self, exchange: GradientExchange) -> None:
-        """From now on `exchange` is that of the parameters; the round under way goes on."""
+        """Replace the exchange; the present round continues."""
         count, self.count = self.count, 0
         self.exchange, self.count = exchange, count
 
     @torch.no_grad()
     def send(self) -> bool:
-        """Start the exchange of this rank's changes; returns what `begin_step` does."""
-        untouched = self.begin_step()  # which remembers the weights where no step was made
+        """Start the exchange of this rank's changes of weights; return the result of `begin_step`."""
+        untouched = self.begin_step()  # it saves the weights if no step was made
         self.exchange.decay(self._config.local_decay)
         self._held = {p: p.grad for p in self._anchor}
         for p, anchor in self._anchor.items():
             p.grad = anchor.to(p.device) - p
-            if not p.requires_grad and not p.grad.any():  # frozen: nothing is to move it any more
+            if not p.requires_grad and not p.grad.any():  # frozen: its residual must not move it
                 self.exchange.fade(self.exchange.names[p], 0.0)
-        self.exchange.begin_step({}, {})  # with no weight decay: the inner optimizer has applied it
+        self.exchange.begin_step({}, {})  # without weight decay: the inner optimizer has applied it
         for p in reversed(self._anchor):
             self._results[p] = self.exchange.take(p)
         return untouched
 
     @torch.no_grad()
     def receive(self) -> bool:
-        """Wait for it, and let the weights be the same on every rank; returns whether every change was finite.
+        """Wait for the exchange, and update the weights, equal on all ranks; return whether every change was finite.
 
-        If one was not, the weights are those before the round, on every rank, and what was finite waits in `e`.
+        If not, every rank restores the weights from before the round, and finite changes stay in `e`.
         """
         for p, result in self._results.items():
             p.grad = result()
         finite = self.exchange.finish()
-        self.exchange.counts.steps_alone -= 1  # one of the round's is counted with the exchange itself
+        self.exchange.counts.steps_alone -= 1  # one step of the round is counted with the exchange
         for p, anchor in self._anchor.items():
             if finite:
                 assert p.grad is not None
-                # two operations: a fused one rounds otherwise on other processors, and replicas would differ
+                # two operations: a fused one rounds differently on other processors, and replicas would differ
                 p.copy_(anchor.sub_(self._step_of(p, p.grad.to(anchor.device)).mul(self._config.outer_rate)))
             else:
                 p.copy_(anchor)
@@ -161,14 +161,14 @@ class LocalRounds:
         return self.outer(p).mul_(m).add_(mean).mul(m).add_(mean)
 
     def outer(self, p: Parameter) -> torch.Tensor:
-        """Outer momentum of `p`, zeros to begin with."""
+        """Return the outer momentum of `p`, zeros at first."""
         if p not in self.momentum:
             self.momentum[p] = self.held(torch.zeros_like(p))
         return self.momentum[p]
 
     @torch.no_grad()
     def forget(self) -> None:
-        """There is no momentum any more; an exchange that was broken off is undone."""
+        """Drop the outer momentum; undo an exchange that was interrupted."""
         if self._held:
             for p, anchor in self._anchor.items():
                 p.copy_(anchor)
@@ -176,16 +176,16 @@ class LocalRounds:
         self.momentum.clear()
 
     def copied(self) -> Round:
-        """A copy of the round under way, between two steps.
+        """Copy the present round, between two steps.
 
         Memory: 4 bytes a parameter, none right after an exchange.
         """
         return Round(self.count, {p: anchor.clone() for p, anchor in self._anchor.items()})
 
     def go_back(self, to: Round | None = None) -> None:
-        """Be in the round `to`, or before the first step of one, with the weights that there are.
+        """Return to the round `to`, or to the begin of a round, with the present weights.
 
-        An exchange that was broken off is given up.
+        An exchange that was interrupted is given up.
         """
         self._end()
         if to is not None:
@@ -202,19 +202,19 @@ class LocalRounds:
 
 
 class LocalSteps(Strategy):
-    """See `LocalRounds` for what a round is.
+    """Local steps; for a round see `LocalRounds`.
 
-    A learning-rate schedule counts inner steps, accumulated backward passes are one of them, and a step that a
-    GradScaler skips counts: so every rank's round is full after as many steps of the script. Buffers of the model
-    (batch norm) are each rank's own.
+    A learning-rate schedule counts inner steps. Accumulated backward passes are one step, and a step that a GradScaler
+    skips counts, so a round has the same number of the script's steps on every rank. Buffers of the model (batch norm)
+    differ between ranks.
     """
 
     takes_gradients = False
-    scales_itself = True  # GradScaler then calls step() whether it skips or not, and leaves scale and verdict there
+    scales_itself = True  # GradScaler then always calls step(), and passes scale and verdict as attributes
     rounds: LocalRounds
 
     def built(self) -> None:
-        """See `Strategy`; the round under way goes on."""
+        """See `Strategy`; the present round continues."""
         session = self.session
         if not hasattr(self, "rounds"):
             self.rounds = LocalRounds(session.exchange, session.config)
@@ -222,19 +222,19 @@ class LocalSteps(Strategy):
         at_end.watch(session.exchange.collectives.rank, session.config)
 
     def hand_over(self, p: torch.Tensor) -> Result:
-        """No gradient is exchanged."""
-        raise AssertionError("a gradient was handed over between local steps")
+        """Not used: no gradient is exchanged."""
+        raise AssertionError("a gradient was passed to the exchange between local steps")
 
     def synchronize(self) -> None:
-        """Nothing: each rank's gradients are its own."""
+        """Do nothing: gradients are not exchanged."""
 
     def clear_gradients(self) -> None:
-        """Nothing: see `synchronize`."""
+        """Do nothing: gradients are not exchanged."""
 
     # -- one step
 
     def step(self) -> bool:
-        """A step of the user's optimizer on this rank alone; after the H-th, the exchange."""
+        """Step the user's optimizer on this rank alone; exchange after the H-th step."""
         session = self.session
         session.check_not_superseded()
         if not self.rounds.begin_step():
@@ -242,16 +242,16 @@ class LocalSteps(Strategy):
         is_made = self._may_step(session.optimizer)
         if is_made:
             session.with_hooks(session.own_step)
-        clip_calls.end_step(session)  # it was the gradient's own
+        clip_calls.end_step(session)  # the script has clipped this rank's gradient itself
         if self.rounds.end_step():
             self.exchange()
         return is_made
 
     def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a GradScaler lets the step be, and gradients are finite; they are unscaled then.
+        """Unscale gradients; return whether a GradScaler allows the step, and gradients are finite.
 
-        Weights that are not finite would spoil what the model computes until the round is undone, and a running
-        statistic for ever. Costs a read of every gradient.
+        Weights that are not finite would spoil the model's outputs until the round is undone, and running statistics
+        for ever. Cost: a read of every gradient.
         """
         allowed = unscale(optimizer)
         if allowed is None and self.session.config.on_nonfinite == "skip":
@@ -263,7 +263,7 @@ class LocalSteps(Strategy):
         return allowed is not False
 
     def exchange(self) -> None:
-        """Exchange what the weights have changed by since the last time; every rank must call it, between two steps."""
+        """Exchange the changes of weights since the last exchange; every rank must call it, between two steps."""
         session = self.session
         session.groups.check_nothing_unfrozen(session.exchange.names)
         session.carrier.check_ranks(session)
@@ -272,11 +272,11 @@ class LocalSteps(Strategy):
         self.end_exchange()
 
     def end_exchange(self) -> None:
-        """Wait for the exchange that `LocalRounds.send` has begun."""
+        """Wait for the exchange that `LocalRounds.send` has started."""
         session, exchange, finite = self.session, self.session.exchange, self.rounds.receive()
-        if not exchange.ranks_in_join:  # which exchange nothing else
+        if not exchange.ranks_in_join:  # ranks in join take part in nothing else
             session.replicas.begin(exchange.steps)
-            session.replicas.end(session)  # now, as the next step makes them differ
+            session.replicas.end(session)  # at once: after the next step weights differ
         if not finite:
             clean(session.optimizer.state)
             stop_if_skipped(exchange)
@@ -295,12 +295,12 @@ class LocalSteps(Strategy):
             self.exchange()
 
     def before_flush(self) -> None:
-        """The round under way is exchanged first."""
+        """Exchange the present round."""
         self.conclude()
 
     def end_for_another(self) -> None:
         """See `Strategy`."""
-        if not self.session.carrier.elastic:  # each rank would begin anew with weights of its own
+        if not self.session.carrier.elastic:  # else each rank would start with weights of its own
             self.session.carrier.check_ranks(self.session)
             self.rounds.send()
             self.end_exchange()
@@ -315,7 +315,7 @@ class LocalSteps(Strategy):
             self.rounds.restart_of([x for x in sent if isinstance(x, torch.Tensor)])
 
     def clear_residuals(self) -> None:
-        """Empty `e` and outer momentum, and begin a round with the weights that a script has set."""
+        """Empty `e` and outer momentum, and begin a round with the present weights."""
         self.session.exchange.clear()
         self.rounds.go_back()
         self.rounds.momentum.clear()
@@ -323,18 +323,18 @@ class LocalSteps(Strategy):
     # -- under Horovod Elastic
 
     def remembered(self) -> Round:
-        """See `Strategy`: the anchor and the place in the round, within which this rank's weights are its own."""
+        """See `Strategy`: the anchor and the number of steps in the round."""
         return self.rounds.copied()
 
     def go_back(self, to: Round) -> None:
-        """See `Strategy`; an exchange under way does not touch the weights any more."""
+        """See `Strategy`; an exchange under way no longer changes the weights."""
         self.rounds.go_back(to)
 
     def meet(self, share: Callable[[], None]) -> None:
-        """See `Strategy`; a round begins with the weights of rank 0, whose outer momentum is shared as well.
+        """See `Strategy`; a round begins with the weights and outer momentum of rank 0.
 
-        What the others have changed since their last exchange is lost, so that a commit right after an exchange is the
-        one that loses nothing. `e` and the inner optimizer stay with each rank; a newcomer takes over that of rank 0.
+        Changes of the other ranks since their last exchange are lost; a commit right after an exchange loses nothing.
+        `e` and the inner optimizer stay on each rank; a newcomer takes over the inner optimizer of rank 0.
         """
         session, own = self.session, {}
         states = session.optimizer.state
@@ -378,21 +378,21 @@ class LocalSteps(Strategy):
         others = [name for name, x in outer.items() if name not in of_name or x.shape != of_name[name].shape]
         if others:
             raise UnsupportedUse(
-                f"the outer momentum of {others[0]!r} is of no parameter here: pass the same named_parameters as when "
-                "it was saved"
+                f"the outer momentum of {others[0]!r} fits no parameter of this optimizer: pass the same "
+                "named_parameters as when it was saved"
             )
         return {key: x for key, x in state_dict.items() if key != _OUTER}, outer
 
     def load(self, added: dict[str, torch.Tensor]) -> None:
-        """See `Strategy`; the round under way goes on."""
-        if not self.apart:  # a step that has raised an error may have begun a round
+        """See `Strategy`; the present round continues."""
+        if not self.apart:  # a step that raised an error may have begun a round
             self.rounds.go_back()
         for name, x in added.items():
             p = self.session.parameters[name]
             self.rounds.momentum[p] = self.rounds.held(x.to(p))
 
     def sees_clip(self, clip: Clip, known: bool) -> None:
-        """It is each rank's own affair here, but not at the limit of dense training."""
+        """See `Strategy`; each rank clips its own gradient, to another limit than in dense training: say so."""
         if known:
             told = clips_alone("the script", clip.limit, self.session.exchange.collectives.workers)
             self.session.tell_once("clipping", told)

@@ -1,4 +1,4 @@
-"""The class over the user's optimizer, its thin methods, and the session that a compression takes."""
+"""The class derived from the user's optimizer class, its methods, and the choice of a session's parts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dgc_horovod.torch.updates import Update, update_of
 
 
 class Overrides:
-    """Methods of the class that is made for an optimizer; never instantiated itself."""
+    """Methods of the class that is made for an optimizer; it is not instantiated itself."""
 
     _dgc: Session
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Synchronize unless that is done or skipped, then apply the optimizer; see `Session.step`."""
+        """Synchronize, unless that is done or skipped; then step the optimizer. See `Session.step`."""
         return self._dgc.step(closure)
 
     def synchronize(self) -> None:
@@ -35,11 +35,11 @@ class Overrides:
         self._dgc.strategy.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Inside, ``step`` applies what stands in ``p.grad`` after ``synchronize``."""
+        """Inside, ``step`` applies ``p.grad`` without a second ``synchronize``."""
         return self._dgc.passes.skipping()
 
     def zero_grad(self, *args: object, **kwargs: object) -> None:
-        """As torch's, and an error between backward and step, while gradients are being exchanged."""
+        """As torch's; raises UnsupportedUse between backward and step, while gradients are exchanged."""
         self._dgc.zero_grad(*args, **kwargs)
 
     @property
@@ -47,16 +47,16 @@ class Overrides:
         return self._dgc.offer_to_scaler()
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
-        """As the optimizer's own. It has the same entries on every rank at any time: they may be broadcast one by one.
+        """As the optimizer's own, with the same entries on every rank at any time, for broadcasts of single entries.
 
-        Between steps with momentum correction, the momentum of compressed tensors is this rank's own
-        (``residual_state_dict``); here it is zero. With local steps: the inner optimizer's state on this rank, and the
+        With momentum correction, the momentum of compressed tensors differs between ranks and is in
+        ``residual_state_dict``; here it is zero. With local steps: the inner optimizer's state on this rank, and the
         outer momentum.
         """
         return self._dgc.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: object, **kwargs: object) -> None:
-        """As the optimizer's own; a stock checkpoint's momentum and moments are taken over, and u and v start empty.
+        """As the optimizer's own; a stock checkpoint's momentum and moments are taken over, and u and v become zero.
 
         Raises:
             UnsupportedUse: gradients are being exchanged, or an outer momentum is of other parameters.
@@ -64,7 +64,7 @@ class Overrides:
         self._dgc.load_state_dict(state_dict, *args, **kwargs)
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
+        """Return this rank's residuals and other state that differs between ranks.
 
         Returns:
             A dict of numbers and tensors, copies, for ``torch.save``; empty for a rank outside the process set.
@@ -75,41 +75,41 @@ class Overrides:
         return state.to_dict(state.kept_by(self._dgc))
 
     def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, bit for bit, from ``residual_state_dict()`` of this rank; after ``load_state_dict``.
+        """Load ``residual_state_dict()`` of this rank, after ``load_state_dict``; training continues bit for bit.
 
         Raises:
-            CheckpointError: it is of another rank, another number of ranks or another model.
+            CheckpointError: it is of another rank, number of ranks or model.
         """
         state.load_residuals(self._dgc, state.from_dict(state_dict))
 
     def flush(self) -> None:
-        """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
+        """Apply the residuals of all ranks by one dense exchange, and empty them.
 
-        Momentum goes where the optimizer has it, so that ``state_dict()`` is a stock checkpoint of which nothing is
-        missing. SGD: ``w -= lr*mean(v)``, ``momentum_buffer += mean(u)``, exact. Adam: the same for v, and the second
-        moment that all ranks share; what 8-bit coding has left of small tensors stays. Other optimizers, and methods
-        without momentum correction: a step of theirs with ``mean(v)`` as gradient. With local steps the round under way
-        is exchanged first. Every rank must call it, between two steps; gradients are cleared.
+        Momentum moves to the optimizer's state, so that ``state_dict()`` is a complete stock checkpoint. SGD:
+        ``w -= lr*mean(v)``, ``momentum_buffer += mean(u)``, exact. Adam: the same for v, and the shared second moments;
+        small tensors keep the rounding error of 8-bit coding. Other optimizers, and methods without momentum
+        correction: one step with ``mean(v)`` as gradient. With local steps the present round is exchanged first. Every
+        rank must call it, between two steps; gradients are cleared.
 
         Cost: an fp32 allreduce of v and of u.
         """
         state.flush_between_steps(self._dgc)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the warm-up which epoch (from 0) it is, where no DistributedSampler does.
+        """Set the epoch (from 0) for the warm-up, in scripts without a DistributedSampler.
 
         Raises:
-            ConfigError: it is no whole number.
+            ConfigError: `epoch` is not a whole number.
         """
         self._dgc.exchange.epoch = epochs.whole(epoch)
 
     def compression_stats(self) -> dict[str, Any]:
-        """What this rank has exchanged since it was wrapped; under Horovod Elastic, since the ranks changed.
+        """Return counters of this rank since wrapping; under Horovod Elastic, since the ranks changed.
 
         Returns:
             ``steps``; ``elements`` and ``selected`` of the sparse path; ``bytes_sent`` and ``bytes_received``:
-            everything handed to and received from collectives, dense path and headers included;
-            ``bytes_inside_node``: what came from workers of the same node, which is in neither of them;
+            bytes passed to and received from collectives, dense path and headers included;
+            ``bytes_inside_node``: bytes received from workers of the same node, which the others do not include;
             ``bytes_dense`` and ``bytes_dense_received``: the same for an fp32 ring allreduce of every gradient;
             ``compress_seconds``, ``decode_seconds``; ``exchange_seconds`` waiting for other ranks; ``skipped`` steps;
             figures of health, see `Diagnostics.close`; ``buckets``, see `BucketMeter.stats`. Costs a read of residuals.
@@ -117,14 +117,14 @@ class Overrides:
         return self._dgc.exchange.stats()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raises UnsupportedUse: hooks, buckets and collectives belong to this object in this process."""
+        """Raise UnsupportedUse: hooks, buckets and collectives belong to this object in this process."""
         raise UnsupportedUse(
-            "a wrapped optimizer cannot be copied or pickled; keep optimizer.state_dict(), or copy the model and wrap "
-            "a new optimizer over the copy"
+            "a wrapped optimizer cannot be copied or pickled; save optimizer.state_dict(), or copy the model and wrap "
+            "a new optimizer of the copy"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raises UnsupportedUse: the ranks have agreed on the buckets."""
+        """Raise UnsupportedUse: the ranks have agreed on the buckets."""
         raise UnsupportedUse(
             "add_param_group after wrapping: the ranks have already agreed on names and buckets; add the group to the "
             "optimizer first, then wrap it"
@@ -132,20 +132,20 @@ class Overrides:
 
 
 class LocalOverrides(Overrides):
-    """Those of an optimizer with local steps."""
+    """The methods of an optimizer with local steps."""
 
     def exchange(self) -> None:
-        """Exchange what the weights have changed by since the last time; every rank must call it, between two steps.
+        """Exchange the changes of the weights since the last exchange; every rank must call it, between two steps.
 
-        Afterwards the weights are the same on every rank. ``step`` does it every ``local_steps`` steps. Right after an
-        exchange it sends some more of what waits.
+        Afterwards the weights are the same on every rank. ``step`` calls it every ``local_steps`` steps. A call right
+        after an exchange sends more of the residual.
         """
         _local(self._dgc).exchange()
 
     def clear_residuals(self) -> None:
-        """Empty `e` and outer momentum, and begin a round with the weights that a script has set.
+        """Empty `e` and outer momentum, and begin a round with the present weights.
 
-        Every rank calls it, between two steps, and has set them to the same.
+        Every rank must call it, between two steps, with equal weights.
         """
         _local(self._dgc).clear_residuals()
 
@@ -156,37 +156,37 @@ def _local(session: Session) -> LocalSteps:
 
 
 class OutsideOverrides:
-    """Those of a rank that is not in the optimizer's process set: it steps alone, and says nothing."""
+    """The methods of a rank outside the optimizer's process set, which steps alone."""
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """Nothing is kept."""
+        """Return an empty dict."""
         return {}
 
     def compression_stats(self) -> dict[str, Any]:
-        """Nothing is exchanged."""
+        """Return an empty dict."""
         return {}
 
     def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     exchange = clear_residuals = flush = synchronize
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
 def made_class(user_class: type, overrides: type, below: Mapping[str, Any], module: str) -> type:
-    """A class one level over the user's.
+    """Make a class derived from the user's class.
 
     Args:
         user_class: class of the user's optimizer.
-        overrides: class whose methods go over all others.
-        below: attributes that go over the user's class, and under these.
-        module: its ``__module__``.
+        overrides: class whose methods override all others.
+        below: attributes that override those of the user's class, but not `overrides`.
+        module: ``__module__`` of the new class.
     """
     ours = {
         name: value
@@ -194,19 +194,19 @@ def made_class(user_class: type, overrides: type, below: Mapping[str, Any], modu
         for name, value in vars(base).items()
         if not name.startswith("__") or name == "__reduce_ex__"
     }
-    for name in ours.keys() & {"step", "synchronize", "zero_grad"}:  # as they are in a step that a script compiles
+    for name in ours.keys() & {"step", "synchronize", "zero_grad"}:  # not compiled in a step that a script compiles
         ours[name] = torch.compiler.disable(ours[name])
-        ours[name].hooked = True  # else torch puts its hooks around a step, which are around what it does already
+        ours[name].hooked = True  # else torch wraps ``step`` in its hooks, which `Session.with_hooks` already runs
     return type(user_class.__name__, (user_class,), {**below, **ours, "__module__": module})
 
 
 class Kind(NamedTuple):
-    """What a session is made of.
+    """The parts of a session.
 
     Args:
-        config: compression settings, with what follows from the strategy.
+        config: compression settings, adapted to the strategy.
         strategy: class of the strategy.
-        update: what the optimizer does with what was exchanged.
+        update: the split of the optimizer's arithmetic.
         overrides: class of the methods that the user's optimizer gets.
     """
 
@@ -217,11 +217,11 @@ class Kind(NamedTuple):
 
 
 def kind_for(optimizer: torch.optim.Optimizer, config: DGCConfig, averages: bool) -> Kind:
-    """What `config` asks for.
+    """Choose the parts of a session by `config`.
 
     Raises:
-        UnsupportedUse: gradients are to be summed, and local steps average weights; the optimizer has an option that
-            momentum correction would get wrong.
+        UnsupportedUse: gradients are summed, but local steps average weights; or momentum correction does not support
+            an option of the optimizer.
     """
     config.check_reduction(averages)
     if config.exchanges_weights:
@@ -232,11 +232,11 @@ def kind_for(optimizer: torch.optim.Optimizer, config: DGCConfig, averages: bool
 
 
 def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
-    """Give `optimizer`, which has the methods of `Kind.overrides`, its session.
+    """Make the session of `optimizer`, which has the methods of `Kind.overrides`.
 
     Args:
         optimizer, carrier, scaler: see `Session`.
-        kind: what the session is made of.
+        kind: parts of the session.
 
     Raises:
         RankMismatch: on every rank, if the ranks differ in model, config or version.

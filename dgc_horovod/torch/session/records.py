@@ -1,4 +1,4 @@
-"""Records of the step under way: parameter groups, gradients that have come, and what a script did to ``p.grad``."""
+"""Records of the present step: parameter groups, gradients that have come, and a script's changes of ``p.grad``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dgc_horovod.torch.updates import Update
 from dgc_horovod.torch.wrapping.steps import ADDED_LATER
 
 _Seen = tuple[torch.Tensor, int]
-_Applied = tuple[torch.Tensor, weakref.ref[torch.Tensor] | None, int]  # parameter, its gradient, version of that
-_SAMPLE, _SMALL = 4, 4096  # so many tensors, of at most so many elements, are compared by their content
+_Applied = tuple[torch.Tensor, weakref.ref[torch.Tensor] | None, int]  # parameter, its gradient, the gradient's version
+_SAMPLE, _SMALL = 4, 4096  # number of tensors, and their largest size, that are compared by content
 
 
 def _version(p: torch.Tensor) -> int:
-    """How often ``p.grad`` has been written to in place; 0 where there is none."""
+    """Return torch's count of in-place writes to ``p.grad``; 0 without a gradient."""
     grad = p.grad
     return grad._version if grad is not None else 0
 
 
 def _applied(p: torch.Tensor) -> _Applied:
-    """Which tensor ``p.grad`` is, without keeping it alive: a script may give p another one of the same version."""
+    """Return a record of the tensor ``p.grad``, by weak reference: a script may replace it by one of equal version."""
     grad = p.grad
     return (p, weakref.ref(grad), grad._version) if grad is not None else (p, None, 0)
 
@@ -36,23 +36,22 @@ class GradientWatch:
     """Remembers the state in which each ``p.grad`` was last seen."""
 
     def __init__(self) -> None:
-        self._taken: dict[int, _Seen] = {}  # by id: a tensor's own hash is a call of Python's for each
+        self._taken: dict[int, _Seen] = {}  # by id: a tensor's hash is a Python call
         self._synchronized: list[_Applied] = []
-        self.brought = False  # whether a backward pass has, what the last synchronize has exchanged
+        self.brought = False  # whether a backward pass has made the gradients of the last synchronize
         self._applied: list[_Applied] = []
-        self._weights: list[_Seen] = []  # some, with the version of themselves
-        self._copies: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # of small updates: what goes by way of ``.data`` counts no version
+        self._weights: list[_Seen] = []  # some weights, with their own versions
+        # copies of small updates: a write through ``.data`` does not change the version
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def taken(self, p: torch.Tensor) -> None:
-        """A gradient has been handed to the exchange: a new step has begun."""
+        """Record that the gradient of `p` has been passed to the exchange, in a new step."""
         self._taken[id(p)] = p, _version(p)
         if self._synchronized:
             self._synchronized, self._copies = [], []
 
     def synchronized(self, parameters: Iterable[torch.Tensor], brought: bool) -> None:
-        """Every ``p.grad`` now holds its update. `brought`: whether a backward pass has brought its gradient."""
+        """Record that every ``p.grad`` has its update. `brought`: whether a backward pass has made the gradients."""
         self._taken, self.brought = {}, brought
         self._synchronized = list(map(_applied, parameters))
         self._weights = [(p, p._version) for p, _, _ in self._synchronized[:_SAMPLE] if p.requires_grad]
@@ -64,45 +63,45 @@ class GradientWatch:
         self._copies = [(p, p.grad.clone()) for p in small[:_SAMPLE] if p.grad is not None]
 
     def applied(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The optimizer has applied the updates."""
+        """Record that the optimizer has applied the updates."""
         self._synchronized, self._copies = [], []
         self._applied = list(map(_applied, parameters))
 
     def look_again(self) -> None:
-        """What has changed up to now was meant to, and is known of."""
+        """Accept all changes up to now."""
         self._taken = {key: (p, _version(p)) for key, (p, _) in self._taken.items()}
         self._synchronized = [_applied(p) for p, _, _ in self._synchronized]
         self._copy()
 
     def changed_since_taken(self) -> bool:
-        """Whether a gradient was changed after the exchange had taken it: the change has no effect."""
+        """Return whether a gradient was changed after the exchange had taken it, without effect."""
         return any(_version(p) != seen for p, seen in self._taken.values())
 
     def changed_since_synchronized(self, loss_scale: float = 1.0) -> bool:
-        """Whether an update was changed since synchronize; one that is gone was not.
+        """Return whether an update was changed since synchronize; a removed update does not count.
 
         Args:
-            loss_scale: loss scale, > 0; a GradScaler's unscale_, which divides by it, does not count as a change.
+            loss_scale: loss scale, > 0; a division by it (GradScaler's unscale_) does not count as a change.
         """
         if any(_version(p) != seen for p, _, seen in self._synchronized if p.grad is not None):
             return True
         return any(p.grad is not None and not _is_same(p.grad, copy, loss_scale) for p, copy in self._copies)
 
     def writes_to(self, p: torch.Tensor) -> int | None:
-        """How often the update of `p` was written to since synchronize; None where ``p.grad`` is another tensor."""
+        """Return the number of writes to the update of `p` since synchronize; None if ``p.grad`` is another tensor."""
         _, ref, seen = next((each for each in self._synchronized if each[0] is p), (p, None, 0))
         return _version(p) - seen if ref is not None and p.grad is ref() else None
 
     def weights_changed(self) -> bool:
-        """Whether weights were written to in place since synchronize: an update that nobody has told of was applied."""
+        """Return whether weights were written to in place since synchronize, as by a step that bypasses ``step``."""
         return bool(self._weights) and all(p._version != seen for p, seen in self._weights)
 
     def has_applied(self, grad: torch.Tensor | None) -> bool:
-        """Whether `grad` is the tensor that an update of the last step stood in."""
+        """Return whether `grad` is a tensor that held an update of the last step."""
         return grad is not None and any(ref is not None and ref() is grad for _, ref, _ in self._applied)
 
     def unchanged_since_applied(self) -> bool:
-        """Whether every ``p.grad`` is still the update that has been applied."""
+        """Return whether every ``p.grad`` is still the update that has been applied."""
         return bool(self._applied) and all(
             ref is not None and p.grad is ref() is not None and _version(p) == seen for p, ref, seen in self._applied
         )
@@ -113,16 +112,16 @@ def _is_same(grad: torch.Tensor, copy: torch.Tensor, loss_scale: float) -> bool:
 
 
 Parameter = torch.Tensor
-Result = Callable[[], torch.Tensor]  # waits for the exchange of a gradient, and gives what belongs into ``p.grad``
+Result = Callable[[], torch.Tensor]  # waits for the exchange of a gradient, and returns the update for ``p.grad``
 TOO_MANY_PASSES = (
-    "a parameter got a gradient more than backward_passes_per_step={passes} times before step(); pass the number of "
-    "backward passes that are summed"
+    "a parameter got a gradient more than backward_passes_per_step={passes} times before step(); set "
+    "backward_passes_per_step to the number of backward passes that are summed in a step"
 )
 
 
 @dataclass(frozen=True)
 class Held:
-    """Backward passes of a step that is still to come, set aside."""
+    """Backward passes of a step that is not complete, set aside."""
 
     results: dict[Parameter, Result | None]
     left: dict[Parameter, int]
@@ -136,9 +135,9 @@ class Passes:
         per_step: backward passes that are summed before one exchange, >= 1.
 
     Attributes:
-        results: by parameter that has got a gradient in this step: its exchange, None before the last of its passes.
-        synchronized: whether all exchanges have been waited for, and ``p.grad`` holds updates.
-        skips: whether ``step`` is called inside of ``skip_synchronize``.
+        results: exchange of each parameter that has a gradient in this step; None before its last pass.
+        synchronized: whether all exchanges are done, and ``p.grad`` has updates.
+        skips: whether ``step`` is called inside ``skip_synchronize``.
     """
 
     def __init__(self, parameters: Iterable[Parameter], per_step: int) -> None:
@@ -148,15 +147,15 @@ class Passes:
         self.sum_up(per_step)
 
     def sum_up(self, per_step: int) -> None:
-        """From now on so many passes make a step."""
+        """Set the number of passes of a step."""
         self.per_step = per_step
         self._left = dict.fromkeys(self._parameters, per_step)
 
     def comes(self, p: Parameter) -> bool:
-        """A pass has accumulated into ``p.grad``; returns whether it was the last one of this step.
+        """Count a pass that has accumulated into ``p.grad``; return whether it was the last one of this step.
 
         Raises:
-            UnsupportedUse: there were more than a step has.
+            UnsupportedUse: there are more passes than `per_step`.
         """
         self._left[p] -= 1
         if self._left[p] < 0:
@@ -165,18 +164,18 @@ class Passes:
         return self._left[p] == 0
 
     def gives_back(self, p: Parameter) -> None:
-        """What `comes` has counted was not taken: the gradient of `p` was refused."""
+        """Undo `comes` for `p`, whose gradient was refused."""
         self.results.pop(p, None)
         self._left[p] += 1
 
     @property
     def missing(self) -> list[Parameter]:
-        """Parameters whose gradient has not been handed to the exchange."""
+        """Parameters whose gradient has not been passed to the exchange."""
         return [p for p in self._parameters if self.results.get(p) is None]
 
     @property
     def launched(self) -> bool:
-        """Whether a gradient has been handed to the exchange: not in an accumulation before its last pass."""
+        """Whether a gradient has been passed to the exchange, which the last of accumulated passes does."""
         return any(result is not None for result in self.results.values())
 
     @property
@@ -185,29 +184,29 @@ class Passes:
         return bool(self._left) and set(self._left.values()) == {self.per_step}
 
     def close(self) -> None:
-        """The step's exchanges are over, or given up."""
+        """End the step's exchanges, or give them up."""
         self.results.clear()
         self.sum_up(self.per_step)
 
     def begin_anew(self) -> None:
-        """Know nothing of any pass: another state is loaded."""
+        """Discard all passes, when another state is loaded."""
         self.synchronized = self.skips = False
         self.close()
 
     def set_aside(self) -> Held:
-        """Forget the passes of a step that is still to come; for `put_back`."""
+        """Remove and return the passes of a step that is not complete; for `put_back`."""
         held = Held(dict(self.results), dict(self._left))
         self.close()
         return held
 
     def put_back(self, held: Held) -> None:
-        """Go on with the passes that were set aside."""
+        """Restore the passes that were set aside."""
         self.results.update(held.results)
         self._left.update(held.left)
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Inside, ``step`` applies what stands in ``p.grad`` after ``synchronize``."""
+        """Inside, ``step`` applies ``p.grad`` without a second ``synchronize``."""
         self.skips = True
         try:
             yield
@@ -215,16 +214,16 @@ class Passes:
             self.skips = False
 
 
-FROZEN = 6  # steps after which what waits of a frozen parameter is dropped
-_FADED = 1e-8  # so much of a momentum is nothing
+FROZEN = 6  # steps after which the residual of a frozen parameter is dropped
+_FADED = 1e-8  # share of a momentum that is negligible
 
 
 class ParameterGroups:
     """The parameter groups of one optimizer.
 
     Args:
-        optimizer: optimizer that has just been wrapped.
-        names: name of every parameter of it.
+        optimizer: optimizer that is being wrapped.
+        names: name of every parameter of the optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> None:
@@ -232,13 +231,13 @@ class ParameterGroups:
         self._names, self._optimizer = names, weakref.ref(optimizer)
         self._frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
         self._count = sum(len(group["params"]) for group in groups)
-        # the last known, for one that is in none any more
+        # the last known group, also for parameters that are in no group any more
         self._of: dict[Parameter, Group] = {p: group for group in groups for p in group["params"]}
-        self._frozen_for: dict[Parameter, int] = {}  # steps in a row
+        self._frozen_for: dict[Parameter, int] = {}  # number of steps in a row
         self.changed = False  # whether a script may have moved a parameter
 
     def of(self, p: Parameter) -> Group:
-        """The group of `p`."""
+        """Return the group of `p`."""
         if self.changed:
             self._of |= {p: group for group in self._now for p in group["params"]}
             self.changed = False
@@ -246,19 +245,19 @@ class ParameterGroups:
 
     @property
     def _now(self) -> list[Group]:
-        """The groups; the list itself may be another one since."""
+        """The present groups; a script may have replaced the list."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer.param_groups
 
     def check_nothing_unfrozen(self, exchanged: Collection[Parameter]) -> None:
-        """A parameter that was frozen at wrapping is in no bucket: were it trained now, replicas would diverge.
+        """Check that no parameter frozen at wrapping is trained: it is in no bucket, and replicas would differ.
 
         Args:
-            exchanged: parameters that have a place.
+            exchanged: parameters that are exchanged.
 
         Raises:
-            UnsupportedUse: one is trained now, or was added since.
+            UnsupportedUse: such a parameter is trained now, or was added since.
         """
         late, groups = self._frozen, self._now
         if sum(len(group["params"]) for group in groups) != self._count:
@@ -268,15 +267,15 @@ class ParameterGroups:
                 if p not in self._names:
                     raise UnsupportedUse(ADDED_LATER.format(shape=tuple(p.shape)))
                 raise UnsupportedUse(
-                    f"{self._names[p]!r} did not require a gradient when the optimizer was wrapped and "
-                    "does now; wrap the optimizer while it does, and freeze it afterwards"
+                    f"{self._names[p]!r} did not require a gradient when the optimizer was wrapped, and "
+                    "does now; wrap the optimizer while it requires one, and freeze it afterwards"
                 )
 
     def note_frozen(self, p: Parameter, update: Update, exchange: GradientExchange) -> None:
-        """Whether `p` is frozen in this step; of one that stays so, what waits is dropped.
+        """Record whether `p` is frozen in this step; drop the residual of a parameter that stays frozen.
 
-        It would go on moving for hundreds of steps. Its momentum still pushes it, as with stock Horovod, and of that,
-        too, nothing waits longer than it lasts. Networks that take turns in one optimizer are not frozen for that long.
+        The residual would move it for hundreds of steps. Its momentum still moves it, as with stock Horovod, and the
+        residual of that fades with the momentum. Networks that are trained in turn are not frozen for so long.
         """
         if p.requires_grad:
             if self._frozen_for:
@@ -289,5 +288,5 @@ class ParameterGroups:
                 exchange.fade(self._names[p], 0.0 if steps == FROZEN else factor)
 
     def stays_frozen(self, p: Parameter) -> bool:
-        """Whether nothing waits of `p` any more."""
+        """Return whether `p` has been frozen for `FROZEN` steps, so that its residual is dropped."""
         return self._frozen_for.get(p, 0) >= FROZEN

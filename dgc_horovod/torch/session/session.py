@@ -1,4 +1,4 @@
-"""The owner of an optimizer's steps: what is exchanged, between whom, when, and what is kept of it."""
+"""The owner of an optimizer's steps: its exchange, carrier, strategy and state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Parameter = torch.Tensor
 Scaler = torch.amp.GradScaler | SeenScaler | None
 Closure = Callable[[], Any]
-# of torch's wrapper around every step; its attributes are also on a function that functools.wraps puts around it
+# the code of torch's wrapper around every step; functools.wraps copies its attributes, but not its code
 _HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
@@ -43,22 +43,22 @@ class Session(base.Session[torch.optim.Optimizer]):
     """One optimizer whose gradients, or changes of weights, are exchanged.
 
     Args:
-        optimizer: the user's, whose class is one over its own already; it owns the session.
-        carrier: the ranks, and how gradients come here.
+        optimizer: the user's optimizer, which already has the derived class; it owns the session.
+        carrier: the ranks, and the delivery of gradients.
         config: compression settings.
-        update: how the optimizer's arithmetic is split.
-        scaler: GradScaler of the script, or what stands for one; None: there is none.
+        update: the split of the optimizer's arithmetic.
+        scaler: GradScaler of the script, or a SeenScaler; None: no loss scale.
         strategy: class of the strategy.
 
     Attributes:
-        exchange: everything between the gradients of one rank and those of all; another one when the ranks change.
-        kept: what the rank keeps; another one when the ranks change.
-        may_apply: whether the update in ``p.grad`` is one, and not what has overflowed on some rank.
-        offered: whether a GradScaler has looked at the updates; it may skip the step.
-        stepping: whether ``step`` is under way, and not another that somebody has taken from the class before.
+        exchange: exchange of the gradients; replaced when the ranks change.
+        kept: state of this rank; replaced when the ranks change.
+        may_apply: whether the update in ``p.grad`` may be applied: no gradient of the step was not finite.
+        offered: whether a GradScaler has inspected the updates; it may skip the step.
+        stepping: whether our ``step`` is under way.
         loaded: whether a state has been loaded since the last step.
-        saves_residuals: whether somebody saves or loads residuals in another way than ``state_dict()``.
-        superseded: whether another optimizer has the parameters now.
+        saves_residuals: whether residuals are saved or loaded in another way than by ``state_dict()``.
+        superseded: whether another optimizer has wrapped the parameters.
     """
 
     exchange: GradientExchange
@@ -84,7 +84,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.may_apply, self.superseded, self.offered = True, False, False
         self.stepping, self.loaded, self.saves_residuals = False, False, False
-        self.returned: Any = None  # by the user's own step, the last time
+        self.returned: Any = None  # result of the last call of the user's own step
         self.strategy = strategy(self)
         self.boundaries = carrier.boundaries(self.parameters)
         carrier.agree(self)
@@ -92,25 +92,25 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.build()
 
     def start(self) -> None:
-        """Take the gradients over; the optimizer has this session now."""
+        """Take over the gradients; the optimizer must have this session already."""
         self.update.prepare(self.optimizer, self.exchange)
         self.groups.changed = True
         if self.speaks:
             describe(self.exchange, self.update.notices)
-        for other in self.still_apart():  # as many on every rank, as they have agreed
+        for other in self.still_apart():  # the number is equal on all ranks: they have compared it
             other.strategy.end_for_another()
         self.strategy.started()
-        self.carrier.deliver(self)  # not before: after an error no gradient is to come here
+        self.carrier.deliver(self)  # only here: after an error above no gradient may be delivered
         self._claim()
         steps.watch_inside(self.optimizer)
         self.carrier.started(self)
 
     def build(self) -> None:
-        """Everything that depends on which ranks there are; again whenever they change."""
+        """Make all parts that depend on the ranks; called again when the ranks change."""
         transports, scale = self.carrier.transports(self), scale_of(self.scaler)
         settings = self.carrier.settings
         self.exchange = exchange_of(self.parameters, self.boundaries, self.config, transports, settings, scale)
-        if self.strategy.takes_gradients:  # else weights are what is exchanged
+        if self.strategy.takes_gradients:  # else changes of weights are exchanged
             self.exchange.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
         self.kept = StateRegister(self.exchange, self.update.arithmetic.holds)
@@ -120,14 +120,14 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     @property
     def alive(self) -> bool:
-        """Whether there still is one, and it has its parameters."""
+        """Whether the optimizer exists and still has its parameters."""
         return super().alive and not self.superseded
 
     def _claim(self) -> None:
-        """Let the parameters of this session, which has just begun, be its own.
+        """Take the parameters from earlier sessions, which get no more gradients.
 
-        One that had some of them before gets no gradients any more. Its optimizer may still be alive: a script that
-        wraps its model again drops the old one when it has the new one.
+        Their optimizers may still be alive: a script that wraps its model again drops the old optimizer after it has
+        the new one.
         """
         parameters = set(self.parameters.values())
         for other in all_alive():
@@ -137,33 +137,33 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.enter()
 
     def check_not_superseded(self) -> None:
-        """Raise UnsupportedUse if parameters of this session have been wrapped for another one since."""
+        """Raise UnsupportedUse if a later session has taken parameters of this one."""
         if self.superseded:
             raise UnsupportedUse(SUPERSEDED)
 
     def still_apart(self) -> list[Session]:
-        """Earlier sessions with parameters of this one whose ranks' weights may differ."""
+        """Return earlier sessions with parameters of this one, whose weights may differ between ranks."""
         if any(other.strategy.apart for other in all_alive()):
-            gc.collect()  # one that is garbage here may be gone already on other ranks
+            gc.collect()  # collect garbage sessions, which may be gone already on other ranks
         parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
         found = [other for other in all_alive() if other is not self and other.strategy.apart]
         return [other for other in found if not parameters.isdisjoint(other.parameters.values())]
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells the user what concerns all."""
+        """Whether this rank prints messages that concern all ranks."""
         return self.exchange.collectives.rank == 0
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether ``p.grad`` has been handed to the exchange, or holds an update that is not applied yet."""
+        """Whether gradients have been passed to the exchange, or ``p.grad`` has an update that is not applied yet."""
         return self.passes.synchronized or self.passes.launched
 
     # -- the step
 
     def hook_gradients(self) -> None:
-        """Hand gradients over as backward passes make them, as long as this session lives."""
-        weak = weakref.ref(self)  # a script may wrap the same model again
+        """Register hooks that pass gradients to the strategy during backward, as long as this session lives."""
+        weak = weakref.ref(self)  # a script may wrap the model again
 
         def ready(p: Parameter) -> None:
             session = weak()
@@ -185,7 +185,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         weakref.finalize(self, _remove, self.hooks)
 
     def take_updates(self) -> None:
-        """Exchange what has not been yet, wait for everything, and put what came into ``p.grad``."""
+        """Exchange missing gradients, wait for all, and write the updates to ``p.grad``."""
         results, taken = self.passes.results, set[int]()
         for p in self.passes.missing:  # in one order on every rank
             results[p] = self.strategy.hand_over(p)
@@ -196,29 +196,29 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.passes.synchronized = True
 
     def own_step(self) -> None:
-        """The step of the user's optimizer, without torch's hooks."""
+        """Call the user's own step, without torch's hooks."""
         optimizer = self.optimizer
         self.update.begin(optimizer)
         own_step: Any = self.own("step")
         own_step = own_step.__func__
-        if getattr(own_step, "__code__", None) is _HOOKED:  # it would run the hooks a second time
+        if getattr(own_step, "__code__", None) is _HOOKED:  # the wrapper would run the hooks a second time
             own_step = own_step.__wrapped__
         with self.as_step():
             self.returned = own_step(optimizer)
 
     def own(self, name: str) -> Callable[..., Any]:
-        """A method of the user's optimizer, as its own class has it."""
+        """Return a method of the user's optimizer from its own class."""
         found: Callable[..., Any] = getattr(super(type(self.optimizer), self.optimizer), name)
         return found
 
     def with_hooks(self, act: Callable[[], None]) -> None:
-        """Torch's own wrapper runs the step hooks, once, around everything that the step does."""
+        """Call `act` inside torch's step wrapper, which runs the step hooks once."""
         with self.as_step():
             torch.optim.Optimizer.profile_hook_step(lambda optimizer: act())(self.optimizer)
 
     @contextmanager
     def as_step(self) -> Iterator[None]:
-        """Inside, the user's own step is ours to call."""
+        """Set `stepping` inside."""
         before, self.stepping = self.stepping, True
         try:
             yield
@@ -226,8 +226,8 @@ class Session(base.Session[torch.optim.Optimizer]):
             self.stepping = before
 
     def step(self, closure: Closure | None = None) -> Any:
-        """One step of the script; see `Strategy`. A closure comes first, so that its gradients are those exchanged."""
-        if closure is None and steps.is_trial(self):  # torch fills an empty state, on this rank alone
+        """Make one step, see `Strategy`. A closure is called first, so that its gradients are exchanged."""
+        if closure is None and steps.is_trial(self):  # torch fills an empty state, on this rank only
             self.with_hooks(self.own_step)
             return self.returned
         loss = evaluated(closure)
@@ -236,14 +236,14 @@ class Session(base.Session[torch.optim.Optimizer]):
         return loss if closure is not None or not is_made else self.returned
 
     def zero_grad(self, *args: object, **kwargs: object) -> None:
-        """As torch's, and an error between backward and step, while gradients are being exchanged."""
+        """As torch's; raises UnsupportedUse between backward and step, while gradients are exchanged."""
         self.strategy.clear_gradients()
         self.own("zero_grad")(*args, **kwargs)
 
     def offer_to_scaler(self) -> bool:
-        """GradScaler.step asks whether ``step`` unscales by itself, just before it calls it: its use is noticed here.
+        """Return whether ``step`` unscales gradients itself; GradScaler.step asks just before it calls ``step``.
 
-        A fused step would unscale the dense path only.
+        A fused step would unscale only the dense path.
         """
         if self.strategy.scales_itself:
             return True
@@ -252,10 +252,10 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.offered = True
         return False
 
-    # -- what is kept
+    # -- state
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
-        """The optimizer's own, and what the strategy adds."""
+        """Return the optimizer's own state_dict with the strategy's additions."""
         self._tell_of_residuals()
         self.update.prepare(self.optimizer, self.exchange)
         return self.strategy.extend(self.own("state_dict")(*args, **kwargs))
@@ -271,7 +271,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         return any(x.any() for kept in self.exchange.state_arrays().values() for x in kept.values())
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: object, **kwargs: object) -> None:
-        """As the optimizer's own; momentum and moments of stock are taken over, and u and v start empty."""
+        """As the optimizer's own; stock momentum and moments are taken over, and u and v become zero."""
         if self.passes.launched and not self.carrier.elastic:
             raise UnsupportedUse(
                 "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
@@ -287,7 +287,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.strategy.load(added)
 
     def forget(self) -> None:
-        """u, v and the step under way: the weights and the optimizer's state are about to be others."""
+        """Discard u, v and the present step, before the weights and the optimizer's state are replaced."""
         self.exchange.abandon()
         self.exchange.clear()
         self.update.prepare(self.optimizer, self.exchange)
@@ -296,10 +296,10 @@ class Session(base.Session[torch.optim.Optimizer]):
 
 
 class OwnState(StatePart):
-    """What of the user's optimizer's state is this rank's alone.
+    """The part of the user's optimizer's state that differs between ranks.
 
     Args:
-        session: session of the optimizer, which owns this.
+        session: session of the optimizer, which owns this part.
     """
 
     in_optimizer = True
@@ -322,7 +322,7 @@ class OwnState(StatePart):
 
 
 def evaluated(closure: Closure | None) -> Any:
-    """What a closure returns, which has gradients."""
+    """Call a closure with gradients enabled; return its result, None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -330,17 +330,17 @@ def evaluated(closure: Closure | None) -> Any:
 
 
 def all_alive() -> list[Session]:
-    """Sessions that still have their parameters, whoever exchanges gradients at present, in the order of wrapping."""
+    """Return the sessions that still have their parameters, compressing or not, in the order of wrapping."""
     return [session for session in base.sessions() if isinstance(session, Session)]
 
 
 def live() -> list[Session]:
-    """Those of them that compress."""
+    """Return the sessions of `all_alive` that compress at present."""
     return [session for session in all_alive() if not session.strategy.stock]
 
 
 def session_of(optimizer: object) -> Session | None:
-    """The session of an optimizer; None where it has none."""
+    """Return the session of an optimizer, or None."""
     found = getattr(optimizer, "_dgc", None)
     return found if isinstance(found, Session) else None
 

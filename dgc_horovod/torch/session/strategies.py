@@ -1,4 +1,4 @@
-"""A strategy says when a session exchanges; most sessions do at every step."""
+"""Strategies, which decide when a session exchanges; `EveryStep` exchanges at every step."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ Parameter = torch.Tensor
 
 
 class Strategy(base.Strategy[Session, torch.Tensor]):
-    """What a step of one session is.
+    """The steps of one session.
 
     Args:
-        session: session that has it.
+        session: session of the strategy.
     """
 
     takes_gradients = True  # whether gradients are exchanged
-    scales_itself = False  # whether ``step`` is called for a step that a GradScaler skips, and unscales
+    scales_itself = False  # whether ``step`` unscales, and is called for steps that a GradScaler skips too
     stock = False  # whether the framework's own exchange carries the gradients of the present step
 
     def built(self) -> None:
-        """The session has a new exchange, between the ranks that there are."""
+        """Adapt to a new exchange of the session."""
 
     def started(self) -> None:
-        """The session is complete."""
+        """Finish the set-up, when the session is complete."""
 
     def hand_over(self, p: Parameter) -> Result:
-        """Hand the gradient of `p`, which is complete, to its exchange."""
+        """Pass the complete gradient of `p` to its exchange."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -59,51 +59,51 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
         raise NotImplementedError
 
     def step(self) -> bool:
-        """One step of the script, whose gradients are there; returns whether the optimizer has made it."""
+        """Make one step of the script; return whether the optimizer was stepped."""
         raise NotImplementedError
 
     def clear_gradients(self) -> None:
-        """The script is about to clear its gradients."""
+        """Prepare for the script's clearing of gradients."""
         raise NotImplementedError
 
     def end_for_another(self) -> None:
-        """Another optimizer has the parameters from now on: leave them the same on every rank, as they are here."""
+        """Make the weights equal on all ranks, before another optimizer takes the parameters."""
 
     # -- state
 
     def ranks_changed(self) -> None:
-        """A checkpoint of another number of ranks is loaded, on every rank."""
+        """Adapt to a loaded checkpoint of another number of ranks, on every rank."""
 
     def share_loaded(self, root: int) -> None:
-        """Let all ranks have what rank `root` of them has loaded of `outer`."""
+        """Copy the state `outer` that rank `root` has loaded to all ranks."""
 
     def extend(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's own state with what this adds to it."""
+        """Return the optimizer's own state with the strategy's additions."""
         return state_dict
 
     def split(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What `extend` was given, and what it has added.
+        """Split the result of `extend` into the optimizer's own state and the additions.
 
         Raises:
-            UnsupportedUse: that is of other parameters.
+            UnsupportedUse: the additions are of other parameters.
         """
         return state_dict, {}
 
     def load(self, added: dict[str, torch.Tensor]) -> None:
-        """Go on from what `split` has found, once the optimizer has loaded the rest."""
+        """Load the additions that `split` has found, after the optimizer has loaded its own state."""
 
     # -- clipping
 
     def sees_clip(self, clip: Clip, known: bool) -> None:
-        """The script has clipped gradients of this session.
+        """Handle a clipping call of the script on gradients of this session.
 
         Args:
-            clip: what it has asked for.
-            known: whether it is one that compression can follow.
+            clip: limit of the call.
+            known: whether compression can apply the limit itself.
         """
 
 
-_UNUSUAL = 10  # steps in a row that a GradScaler skips to find its scale
+_UNUSUAL = 10  # more skipped steps in a row than a GradScaler needs to find its scale
 _CLEARED = (
     "optimizer.zero_grad() was called after backward() but before step() or synchronize(); the gradients "
     "are being exchanged. Call it after step(), or before backward(). After an exception in between, on "
@@ -112,19 +112,19 @@ _CLEARED = (
 
 
 class EveryStep(Strategy):
-    """Each gradient is handed over as soon as a backward pass has made it, and its update is waited for before a step.
+    """Exchanges each gradient as soon as a backward pass has computed it; ``step`` waits for the updates.
 
     A step in which any rank's gradient was not finite is applied on no rank.
     """
 
-    _left_alone: Collection[Parameter] = ()  # frozen in the backward pass: no update was put into p.grad
+    _left_alone: Collection[Parameter] = ()  # parameters frozen in the backward pass, whose p.grad got no update
 
     # -- gradients in
 
     def hand_over(self, p: Parameter) -> Result:
-        """Start what the gradient of `p` was the last one for."""
+        """Take the gradient of `p`, and start the exchange that it completes."""
         session, passes = self.session, self.session.passes
-        if p.grad is None:  # unused in this step; another rank may have used it
+        if p.grad is None:  # p was not used in this step; another rank may have used it
             p.grad = torch.zeros_like(p)
         session.carrier.check_ranks(session)
         if passes.synchronized and session.may_apply and not session.offered:
@@ -138,9 +138,9 @@ class EveryStep(Strategy):
         return session.exchange.take(p)
 
     def _begin(self) -> None:
-        """The first gradient of a step: say how each enters the residual, and the decay that is added to it before."""
+        """Begin a step at its first gradient: set how gradients enter the residual, and their weight decay."""
         session, exchange, update = self.session, self.session.exchange, self.session.update
-        if exchange.under_way:  # by another thread
+        if exchange.under_way:  # another thread has begun it
             return
         groups = {id(group): group for group in map(session.groups.of, exchange.names)}
         exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
@@ -149,7 +149,7 @@ class EveryStep(Strategy):
     # -- updates out
 
     def synchronize(self) -> None:
-        """A second call before the next backward pass does nothing, nor does one with nothing new since the step."""
+        """See `Strategy`. Does nothing if no gradient has come since the last call or the last step."""
         session, passes = self.session, self.session.passes
         session.check_not_superseded()
         if not passes.results and self._nothing_new():
@@ -168,7 +168,7 @@ class EveryStep(Strategy):
         if not session.may_apply:
             if session.update.dense:
                 exchange.drop_residuals()
-            if exchange.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler calls no step() that would tell
+            if exchange.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler does not call step(), which would warn
                 session.tell_once(*of_skipped(exchange))
         session.watch.synchronized(exchange.names, brought)
         session.groups.changed, session.offered = True, False
@@ -176,16 +176,16 @@ class EveryStep(Strategy):
             self._keep(withheld)
 
     def _nothing_new(self) -> bool:
-        """Whether what stands in ``p.grad`` is an update already: to exchange it again would compress it twice."""
+        """Return whether ``p.grad`` has updates already, which must not be exchanged again."""
         session = self.session
         if session.passes.synchronized:
             return all(p.grad is not None or not p.requires_grad for p in session.exchange.names)
         return session.watch.unchanged_since_applied()
 
     def _keep(self, withheld: Mapping[Parameter, torch.Tensor]) -> None:
-        """An update that no weight gets goes on waiting, as much of it on each rank; of what stays frozen nothing.
+        """Return updates that are not applied to the residual, the same on each rank, except of frozen parameters.
 
-        Networks that take turns in one optimizer would lose it.
+        Networks that are trained in turn by one optimizer would lose these updates.
         """
         session, exchange = self.session, self.session.exchange
         for p, update in withheld.items():
@@ -195,7 +195,7 @@ class EveryStep(Strategy):
     # -- the step
 
     def step(self) -> bool:
-        """Synchronize unless that is done or skipped, then apply the optimizer."""
+        """Synchronize, unless that is done or skipped; then step the optimizer."""
         session, passes, exchange = self.session, self.session.passes, self.session.exchange
         session.carrier.before_step(session)
         if not (passes.results or passes.synchronized) and session.watch.unchanged_since_applied():
@@ -215,23 +215,23 @@ class EveryStep(Strategy):
             return False
         session.with_hooks(self._apply)
         session.watch.applied(exchange.names)
-        if not exchange.ranks_in_join:  # those may have another learning rate; join() compares in the end
+        if not exchange.ranks_in_join:  # ranks in join may have another learning rate; join() compares at its end
             session.update.check_weights(session.optimizer, exchange)
             session.replicas.begin(exchange.steps)
         return True
 
     def _check_scaler_is_used(self) -> None:
-        """A scaler that was passed, and whose scale gradients seem to have, though it does not make this step."""
+        """Raise UnsupportedUse if a GradScaler was passed, but does not call this step."""
         session, scaler = self.session, self.session.scaler
         if session.offered or not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
         if already_unscaled(scaler, session.optimizer) or session.exchange.in_join:
             return
-        if scaler.get_scale() != 1:  # last: it waits for the device
+        if scaler.get_scale() != 1:  # the last check, as it waits for the device
             raise UnsupportedUse(SCALER_LEFT_OUT)
 
     def _apply(self) -> None:
-        """After the hooks before a step, which may clip as well."""
+        """Apply the updates, after the script's step hooks, which may clip too."""
         session = self.session
         self._check_untouched()
         self._drop_what_was_taken_away()
@@ -241,13 +241,13 @@ class EveryStep(Strategy):
         session.update.step(session.optimizer, session.exchange, session.own_step)
 
     def _check_untouched(self) -> None:
-        """Notice a script that clips after synchronize() by its own hands: that is an update, not a gradient."""
+        """Warn a script that changes updates after synchronize() by its own code."""
         session = self.session
         if session.watch.changed_since_synchronized(scale_of(session.scaler)()):
             session.tell_once("changed update", CHANGED_UPDATE)
 
     def _drop_what_was_taken_away(self) -> None:
-        """Of a parameter whose update a script has set to None nothing waits: it would come in a burst later on."""
+        """Drop residual and momentum of parameters whose update the script has set to None, against a later burst."""
         exchange = self.session.exchange
         for p, name in exchange.sparse.items():
             if p.grad is None and p.requires_grad and p not in self._left_alone:
@@ -256,13 +256,13 @@ class EveryStep(Strategy):
                 self.session.tell_once("taken away", TAKEN_AWAY.format(name=name))
 
     def clear_gradients(self) -> None:
-        """An error while gradients are being exchanged."""
+        """Raise UnsupportedUse while gradients are exchanged."""
         session, passes = self.session, self.session.passes
         if passes.results:
             raise UnsupportedUse(_CLEARED)
         if passes.synchronized and session.may_apply and not (self.stock or session.offered):
             steps.check_not_stepped_otherwise(session)
-            if any(p.grad is not None and bool(p.grad.any()) for p in session.exchange.names):  # else nothing was in it
+            if any(p.grad is not None and bool(p.grad.any()) for p in session.exchange.names):  # else nothing is lost
                 session.tell_once("dropped", DROPPED)
         passes.synchronized = False
 
