@@ -100,8 +100,7 @@ class State:
     All arrays are float32, except that u may be bfloat16.
 
     Reading `v` gives the residual after sending. A backend may defer that write until v is read, or, without `masked`,
-    until its next pass over v, which has the elements in the cache: to write a hundredth of them costs a sixth of a
-    pass.
+    until its next pass over v, with the elements in the cache: writing a hundredth of them costs a sixth of a pass.
 
     `remainder` is that of a shard owner: the sums of received elements that it has not sent on yet.
     """
@@ -230,9 +229,8 @@ class Sender(Protocol):
             masks: whether ``u = 0`` at sent elements (DGC 3.2).
 
         Returns:
-            The result of the pass, and the sent elements; None if there were too few or too many candidates, a gradient
-            is not finite, or a value is rounded to zero. Then only the pass was made, and the host selects as after
-            `accumulate`.
+            The result of the pass, and the sent elements; None if candidates are too few or too many, a gradient is not
+            finite, or a value is rounded to zero: only the pass was made, and the host selects as after `accumulate`.
         """
 
 
@@ -337,8 +335,8 @@ class Kernels(Protocol):
             signs: random signs, (2*b,) float32, for b columns: those of row r begin at ``first_sign(r, b)``.
 
         Returns:
-            One float32 vector: squares of the rows that x touches, squares of all columns, products of these rows. The
-            order of additions may differ between backends.
+            One float32 vector: squares of the rows of x, squares of all columns, products of the rows of x; the order
+            of additions may differ between backends.
         """
 
     def sampled_sums(self, x: Array) -> tuple[float, float]:
