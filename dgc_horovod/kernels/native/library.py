@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import platform
 import sys
-import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +63,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def library_paths() -> list[Path]:
-    """Return the built libraries beside this file, that of this Python first: a folder may serve several machines."""
-    ours = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    """Return the built libraries beside this file, that of this processor first: several may share a folder."""
+    ours = f"_native.{platform.machine()}.so"
     return sorted(Path(__file__).parent.glob("_native*.so"), key=lambda path: (path.name != ours, path.name))
 
 
