@@ -104,7 +104,7 @@ def _learn(options: argparse.Namespace, seed: int, kept: Results, key: str) -> N
 
 
 def _timed(options: argparse.Namespace, seed: int) -> tuple[float, Results]:
-    """What the link carries, and the first steps of the runs of a seed behind it, by name."""
+    """Throughput of the link, and the first steps of the runs of a seed behind it, by name."""
 
     def order(name: str, most: int, exchanges: bool = True) -> dict[str, Any]:
         run = Run(options.task, name, HOSTS, seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.exchange.tables import NAMES, TITLES, Row, median
 from benchmarks.planning import scaling
-from benchmarks.report import panels, save_figure
+from benchmarks.report import label, panels, save_figure
 from benchmarks.training.analysis import Curve
 from benchmarks.training.tasks import TASKS
 
@@ -90,9 +90,7 @@ def efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: f
         axes.set_xticks((2, 4, 8, *scaling.MODELLED), map(str, (2, 4, 8, *scaling.MODELLED)))
         axes.minorticks_off()
         axes.set_ylim(0, 100)
-        axes.set_xlabel("hosts, N")
-        axes.set_title(f"{TITLES[model]}, {NAMES[rate]}", fontsize=10)
-        axes.grid(alpha=0.3)
+        label(axes, f"{TITLES[model]}, {NAMES[rate]}", x="hosts, N")
     line[0].set_ylabel("scaling efficiency, %")
     line[0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)
@@ -120,9 +118,7 @@ def quality(curves: Sequence[Curve], hosts: int, file: Path) -> None:
                 axes.semilogx(curve.seconds, curve.quality, linewidth=1.2, linestyle=line_style, **style)
                 if first and curve.method == "dense":
                     axes.axhline(curve.target, color="0.6", linestyle=":", linewidth=1)
-            axes.set_title(f"{task}, {hosts} hosts, {NAMES[rate]}", fontsize=10)
-            axes.set_xlabel("seconds of training")
-            axes.grid(alpha=0.3)
+            label(axes, f"{task}, {hosts} hosts, {NAMES[rate]}", x="seconds of training")
         line[0].set_ylabel(TASKS[task].unit)
     grid[0][0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)

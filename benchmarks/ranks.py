@@ -92,7 +92,7 @@ def _result(folder: str, rank: int) -> Path:
 
 
 def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, str], folder: Path = ROOT) -> str:
-    """What `command` prints.
+    """The output of `command`.
 
     Args:
         command: program and words.

@@ -49,7 +49,7 @@ def check_machine(file: Path, environments: Iterable[Mapping[str, str]]) -> None
 
 
 def read_results(file: Path) -> Any:
-    """What a file of results holds: JSON, compressed where the name ends in ``.xz``; nothing where there is no file."""
+    """The contents of a file of results: JSON, compressed where its name ends in ``.xz``; empty where there is none."""
     if not file.exists():
         return {}
     packed = file.read_bytes()
@@ -125,6 +125,16 @@ def panels(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 
 
     size = (width * columns, height * rows)
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
+
+
+def label(axes: Any, title: str = "", x: str = "", y: str = "") -> None:
+    """Title, names of the two axes where they are given, and a light grid."""
+    axes.set_title(title, fontsize=10)
+    if x:
+        axes.set_xlabel(x)
+    if y:
+        axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
 
 
 def save_figure(figure: Any, file: Path) -> None:

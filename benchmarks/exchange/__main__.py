@@ -36,7 +36,7 @@ Hosts of several ranks (--ranks) exchange by {", ".join(NODE_METHODS)}; their re
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured in one launch, by all methods.
+    """One launch of all methods.
 
     Args:
         model: whose shapes.
@@ -59,7 +59,7 @@ class Cell:
         return f"{self.model}, N={self.workers}, {self.rate}, density {self.density:g}{nodes}"
 
     def methods(self, kept: Mapping[str, Any]) -> set[str]:
-        """Those that have been measured already."""
+        """The methods that have been measured already."""
         return {row["method"] for row in kept[self.key]["rows"]} if self.key in kept else set()
 
 
@@ -101,7 +101,7 @@ def _folder(top: Path, model: str) -> Path:
 def _order(
     cell: Cell, methods: Sequence[str], options: argparse.Namespace, folder: Path, hosts: Lab | None
 ) -> dict[str, Any]:
-    """What `worker.rank` is to do."""
+    """The argument of `worker.rank`."""
     warm_up, fewest, most = (3, 1, 4) if options.quick else (10, 3, 40)
     return {
         "model": cell.model, "methods": list(methods), "density": cell.density, "ranks": cell.ranks,
@@ -120,7 +120,7 @@ def figures(cell: Cell, order: Mapping[str, Any], hosts: Lab | None, launches: i
 
 
 def _row(cell: Cell, method: str, launches: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """What JSON has of a method."""
+    """The figures of a method."""
     steps = [slowest(rank["ms"] for rank in one) for one in launches]
     ordered, every = sorted(itertools.chain(*steps)), list(itertools.chain(*launches))
     shapes = SHAPES[cell.model]()

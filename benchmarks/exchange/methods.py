@@ -98,7 +98,7 @@ class Method:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """What stands in ``p.grad``, flat."""
+        """The tensors in ``p.grad``, flat."""
         return [p.grad.view(-1) for p in self.model.tensors if p.grad is not None]
 
     def clear(self) -> None:
@@ -130,7 +130,7 @@ class Method:
 
 
 class MemoryMethod(Method):
-    """What memory alone takes: u and v read and written, the gradient read, then zeroed for the update; 24 bytes a
+    """The time of memory alone: u and v read and written, the gradient read, then zeroed for the update; 24 bytes a
     parameter. Nothing is selected and nobody is talked to."""
 
     def __init__(self, shapes: Shapes) -> None:

@@ -71,7 +71,7 @@ def _file(folder: Path, name: str, size: int, mode: str) -> np.ndarray:
 
 
 class Gradients:
-    """What any rank's gradients are at any step, in memory of their own as a backward pass leaves them.
+    """The gradients of any rank at any step, in memory of their own as a backward pass leaves them.
 
     Args:
         folder: where `write` has put the files.
@@ -107,7 +107,7 @@ class Clock:
         self.forget()
 
     def forget(self) -> None:
-        """What has been timed so far does not count."""
+        """Drop the times so far."""
         self.milliseconds: list[float] = []
         self.backward: list[float] = []
         self.processor: list[float] = []
@@ -262,7 +262,7 @@ def _check_published(method: PublishedMethod) -> str:
 
 
 def _check_sent(method: OwnMethod) -> str:
-    """What came back of compressed tensors are the elements that the ranks have sent: from k to N*k of them."""
+    """Compressed tensors come back with the elements that the ranks have sent: from k to N*k of them."""
     buckets, workers = session(method.optimizer).exchange, session(method.optimizer).exchange.collectives.workers
     gradients = {name: p.grad for p, name in session(method.optimizer).exchange.names.items()}
     sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
@@ -315,7 +315,7 @@ class _Residual:
         return f"{positions.size} of {v.size} elements sent, the largest; u, v and the mean as NumPy has them"
 
     def _check_update(self, positions: np.ndarray, values: np.ndarray) -> None:
-        """What stands in ``p.grad`` is the mean of what left the ranks' residuals."""
+        """The update in ``p.grad`` is the mean of the elements that left the ranks' residuals."""
         total = np.zeros(self._engine.bucket.numel, np.float32)
         everyone = [hvd.allgather(torch.from_numpy(x), name=f"check.{x.dtype}") for x in (positions, values)]
         np.add.at(total, everyone[0].numpy(), everyone[1].numpy())

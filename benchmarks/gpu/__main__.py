@@ -36,7 +36,7 @@ _start = time.monotonic()
 
 
 def say(text: str) -> None:
-    """What is being done, with the time so far."""
+    """Print a line with the time so far."""
     print(f"[{time.monotonic() - _start:4.0f} s] {text}", flush=True)
 
 
@@ -93,7 +93,7 @@ def sanitize() -> dict[str, str]:
 
 
 def in_turn(names: list[str], device: str) -> Iterator[tuple[str, Any]]:
-    """What each part found; of one that fails, why: the others still tell something."""
+    """The result of each part; the error of one that fails, since the others still tell something."""
     for name in names:
         try:
             yield name, part(name, device) if len(names) == 1 else by_itself(name)

@@ -51,7 +51,7 @@ def trained(compression: Any, device: str, shapes: tuple[tuple[int, ...], ...], 
 
 
 def study(device: str, say: Callable[[str], None]) -> dict[str, str]:
-    """What is wrong with each kind of compression, or nothing; empty where there is no Horovod."""
+    """The error of each kind of compression, "" if there is none; empty where there is no Horovod."""
     if find_spec("horovod") is None:
         say("Horovod is not installed: its adapter is not run (scripts/build_horovod)")
         return {}

@@ -1,4 +1,4 @@
-"""What the Triton kernels must do, to the last bit as the NumPy reference does it: on a GPU, or under the interpreter.
+"""Checks that the Triton kernels give the bits of the NumPy reference: on a GPU, or under the interpreter.
 
 Each check takes a `Size` and raises AssertionError. They need torch, Triton and NumPy, and no test runner.
 """
@@ -155,7 +155,7 @@ def replicas(size: Size) -> None:
 
 
 def damaged_packets(size: Size) -> None:
-    """What no sender writes is found in the same packets as by the host's coder."""
+    """Damage is found in the same packets as by the host's coder."""
     for values in VALUE_CODECS:
         config = DGCConfig(density=0.02, values=values)
         ours, reference = (
@@ -186,7 +186,7 @@ def _packet_of(engine: BucketEngine) -> np.ndarray:
 
 
 def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
-    """What a packet is read as, or that it is refused."""
+    """The elements of a packet, or that it is refused."""
     try:
         engine.receive(packet)
         (elements,) = engine.exchange.contributions
@@ -218,7 +218,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
 
 
 def run(name: str, size: Size) -> str:
-    """What went wrong in a check, or nothing."""
+    """The error of a check; "" if it passes."""
     try:
         CHECKS[name](size)
     except AssertionError as error:

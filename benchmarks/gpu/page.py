@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, save_figure, write_into_page
+from benchmarks.kernels.speed import growth_table
+from benchmarks.report import IMAGES, RESULTS, ROOT, label, markdown, panels, read_results, save_figure, write_into_page
 
 SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
 OVER_TOPK, OVER_PUBLISHED = 10, 20
@@ -26,7 +28,7 @@ def tables(found: dict[str, Any]) -> str:
     if "models" in found:
         parts += [model_table(found["models"]), decode_table(found["models"])]
     if "growth" in found:
-        parts.append(growth_table(found["growth"]))
+        parts.append(growth_table(found["growth"], "flow", "ps", 1e3))
     if "training" in found:
         figures = [[name, f"{100 * value:.2f} %"] for name, value in found["training"].items()]
         parts.append(markdown(["two processes, one device", "accuracy"], figures))
@@ -60,30 +62,17 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
     return markdown(["decode of 8 packets", "ms", "times compress"], lines)
 
 
-def growth_table(rows: list[dict[str, Any]]) -> str:
-    """Picoseconds an element, over the number of elements."""
-    sizes = sorted({row["millions"] for row in rows})
-    flows = list(dict.fromkeys(row["flow"] for row in rows))
-    figures = {(row["flow"], row["millions"]): f"{1e3 * row['ms'] / row['millions']:.0f}" for row in rows}
-    head = ["ps an element", *(f"{size:g} M" for size in sizes)]
-    return markdown(head, [[flow, *(figures[flow, size] for size in sizes)] for flow in flows])
-
-
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """`growth_table` as lines, where matplotlib is installed."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
+    """Picoseconds an element over the size, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
         return
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, ((axes,),) = panels(width=6.4, height=4.2)
     for flow in dict.fromkeys(row["flow"] for row in rows):
         mine = [row for row in rows if row["flow"] == flow]
         style = {"linewidth": 2.5} if flow == "ours" else {"linestyle": "--", "alpha": 0.8}
         axes.loglog([r["millions"] for r in mine], [1e3 * r["ms"] / r["millions"] for r in mine], marker="o",
                     label=flow, **style)  # fmt: skip
-    axes.set_xlabel("million elements")
-    axes.set_ylabel("picoseconds an element")
-    axes.grid(alpha=0.3)
+    label(axes, x="million elements", y="picoseconds an element")
     axes.legend(frameon=False)
     save_figure(figure, file)
 

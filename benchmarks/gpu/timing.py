@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.baselines import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
+from benchmarks.kernels.bench import MOMENTUM, Model
 from benchmarks.shapes import Shapes, bert_large, gpt_1_3b, resnet50, vgg16
+from benchmarks.timing import times, wall_clock
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec, plan
-from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 
 MODELS: dict[str, Callable[[], Shapes]] = {
@@ -27,12 +25,11 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "BERT-large": bert_large,
     "1.3 B": gpt_1_3b,
 }
-DENSITY, MOMENTUM, WORKERS = 0.001, 0.9, 8
+DENSITY, WORKERS = 0.001, 8
 BYTES = 20  # that any step which keeps u and v must move for each element
 SETTLED = 20  # steps until thresholds follow
 GROWTH_MILLIONS = (20, 50, 100, 200, 400)
 _DRAWN = 1 << 22
-_FEED = MomentumCorrection(MOMENTUM)
 
 
 def device_name(device: str) -> str:
@@ -41,34 +38,22 @@ def device_name(device: str) -> str:
 
 
 def timed(
-    action: Callable[[], Any], device: str, runs: int, warm_up: int = 3, before: Callable[[], Any] = lambda: None
+    action: Callable[[], Any], device: str, runs: int, before: Callable[[], Any] = lambda: None
 ) -> dict[str, float]:
-    """Median milliseconds between two events around `action`, and least and most of them.
-
-    Args:
-        action: what is timed.
-        device: on which it runs.
-        runs, warm_up: how many times count, and how many before do not.
-        before: called before each, not timed.
-    """
-    found: list[float] = []
-    for number in range(warm_up + runs):
-        before()
-        if device == "cpu":
-            start = time.perf_counter()
-            action()
-            found.append(1e3 * (time.perf_counter() - start))
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            action()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end))
-        if number < warm_up:
-            found.clear()
+    """Median milliseconds of `action` on its device, and least and most of them; see `timing.times`."""
+    (found,) = times(action, before=before, runs=runs, clock=wall_clock if device == "cpu" else _events)
     return {"ms": statistics.median(found), "least": min(found), "most": max(found)}
+
+
+def _events(action: Callable[[], Any]) -> float:
+    """Milliseconds between two events on the device around a call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    action()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
 
 
 def bandwidth(device: str, numel: int, runs: int) -> float:
@@ -77,70 +62,31 @@ def bandwidth(device: str, numel: int, runs: int) -> float:
     return 8 * numel / (timed(lambda: target.copy_(source), device, runs)["ms"] / 1e3)
 
 
-class Worker:
-    """The engines of one rank over a model's shapes on a device, with gradients of a scale for each coordinate.
+class Gradients:
+    """Gradients on a device, of a scale for each coordinate; see `bench.Gradients`."""
 
-    Args:
-        shapes: of all parameters; those that are sent whole are left out.
-        config: of the compression.
-        device: where.
-        workers: N.
-    """
-
-    def __init__(self, shapes: Shapes, config: DGCConfig, device: str, workers: int = 1) -> None:
-        self.config, self.step = config, 0
-        kernels = TritonKernels(device, registry.host_coder(0))
-        specs = [TensorSpec(name, shape) for name, shape in shapes]
-        buckets = [bucket for bucket in plan(specs, config, workers).buckets if not bucket.uncompressed]
-        self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
-        draw = torch.Generator(device).manual_seed(1)
+    def __init__(self, numels: Sequence[int], device: str) -> None:
+        draw, self._step = torch.Generator(device).manual_seed(1), 0
         self._noise = torch.randn(2 * _DRAWN, generator=draw, device=device)
         self._scale = torch.randn(_DRAWN, generator=draw, device=device).exp_()
-        self.gradients = [
-            [torch.empty(segment.numel, device=device) for segment in engine.bucket.segments] for engine in self.engines
-        ]
+        self.arrays = [torch.empty(numel, device=device) for numel in numels]
         self.advance()
-
-    @property
-    def numel(self) -> int:
-        """Elements that are compressed."""
-        return sum(engine.bucket.numel for engine in self.engines)
-
-    @property
-    def flat_gradients(self) -> list[torch.Tensor]:
-        """One for each tensor."""
-        return [gradient for gradients in self.gradients for gradient in gradients]
 
     def advance(self) -> None:
         """The next step's gradients, into the same memory."""
-        for i, gradient in enumerate(self.flat_gradients):
+        for i, gradient in enumerate(self.arrays):
             for number, part in enumerate(gradient.split(_DRAWN)):
-                offset = (7919 * self.step + 104_729 * i + 1_299_709 * number) % _DRAWN
+                offset = (7919 * self._step + 104_729 * i + 1_299_709 * number) % _DRAWN
                 torch.mul(self._noise[offset:][: part.numel()], self._scale[: part.numel()], out=part)
+        self._step += 1
 
-    def compress(self) -> list[np.ndarray]:
-        """One step of every bucket; the packets."""
-        packets = []
-        for engine, gradients in zip(self.engines, self.gradients, strict=True):
-            for i, gradient in enumerate(gradients):
-                engine.add_gradient(i, gradient, _FEED)
-            packets.append(engine.compress(1.0, self.step, self.config.final_density).payload)
-        self.step += 1
-        return packets
 
-    def update_residual(self, steps: int) -> None:
-        """Run `steps` steps."""
-        for _ in range(steps):
-            self.compress()
-            self.advance()
-
-    def receive(self, packets: Sequence[np.ndarray]) -> None:
-        """Decode what every rank sent of every bucket into the gradients' memory."""
-        for engine, gradients, packet in zip(self.engines, self.gradients, packets, strict=True):
-            engine.receive(packet)
-            for i, gradient in enumerate(gradients):
-                engine.outputs.put(i, gradient)
-            engine.aggregate_into(1 / engine.workers)
+def _worker(shapes: Shapes, config: DGCConfig, device: str, workers: int = 1) -> Model:
+    """A rank over the tensors that are compressed, after steps in which its thresholds have settled."""
+    kernels = TritonKernels(device, registry.host_coder(0))
+    model = Model(shapes, config, kernels, workers, partial(Gradients, device=device), small=False)
+    model.accumulate(SETTLED if device != "cpu" else 3)
+    return model
 
 
 def models(
@@ -157,23 +103,22 @@ def models(
 
 
 def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
-    worker = Worker(shapes, DGCConfig(density=DENSITY), device, WORKERS)
-    worker.update_residual(SETTLED if device != "cpu" else 3)
+    worker = _worker(shapes, DGCConfig(density=DENSITY), device, WORKERS)
     numel = worker.numel
     speed = bandwidth(device, min(numel, 1 << 28), runs)
     row: dict[str, Any] = {
         "model": name, "numel": numel, "buckets": len(worker.engines), "bytes_per_second": speed,
         "floor_ms": 1e3 * BYTES * numel / speed,
-        "compress": timed(worker.compress, device, runs, before=worker.advance),
+        "compress": timed(worker.compress, device, runs, before=worker.gradients.advance),
     }  # fmt: skip
     row["launches"], row["busy_ms"] = _on_device(worker.compress, len(worker.engines), device)
-    packets = [np.tile(packet, WORKERS) for packet in worker.compress()]
+    packets = [np.tile(message.payload, WORKERS) for message in worker.compress()]
     row["decode"] = timed(partial(worker.receive, packets), device, runs)
-    numels = [(gradient.numel(),) for gradient in worker.flat_gradients]
+    numels = [(gradient.numel(),) for gradient in worker.gradients.arrays]
     for flow in FLOWS:
         baseline = flow(numels, DENSITY, MOMENTUM, device)
-        action = partial(baseline.step, worker.flat_gradients)
-        row[flow.name] = timed(action, device, max(3, runs // 4), 3, worker.advance)
+        action = partial(baseline.step, worker.gradients.arrays)
+        row[flow.name] = timed(action, device, max(3, runs // 4), worker.gradients.advance)
         del baseline, action
     return row
 
@@ -197,12 +142,11 @@ def growth(device: str, runs: int, millions: Sequence[float], say: Callable[[str
         say(f"growth, {size:g} M")
         numel = int(size * 1e6)
         config = DGCConfig(density=DENSITY, bucket_bytes=4 * numel)
-        worker = Worker([("weight", (1000, numel // 1000))], config, device)
-        worker.update_residual(SETTLED if device != "cpu" else 3)
+        worker = _worker([("weight", (1000, numel // 1000))], config, device)
         actions: dict[str, Callable[[], Any]] = {"ours": worker.compress}
         for flow in (PerTensorTopK, PublishedDGC, PublishedGaussianK):
             baseline = flow([(numel,)], DENSITY, MOMENTUM, device)
-            actions[flow.name] = partial(baseline.step, worker.flat_gradients)
+            actions[flow.name] = partial(baseline.step, worker.gradients.arrays)
         for name, action in actions.items():
-            rows.append({"millions": size, "flow": name, **timed(action, device, runs, 3, worker.advance)})
+            rows.append({"millions": size, "flow": name, **timed(action, device, runs, worker.gradients.advance)})
     return rows

@@ -1,4 +1,4 @@
-"""What kernels are compared by: whole steps of several ranks, everything they leave as bytes. For any backend."""
+"""Transcripts by which kernels of any backend are compared: whole steps of several ranks, all results as bytes."""
 
 from __future__ import annotations
 

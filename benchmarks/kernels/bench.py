@@ -1,12 +1,13 @@
-"""What the studies of kernels share: gradients that have been accumulated, engines over a model's shapes, C++ loops."""
+"""Shared by the studies of kernels: gradients that have been accumulated, engines over a model's shapes, C++ loops."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +64,9 @@ class Model:
     """The engines of one rank over a model's shapes, and their gradients; what an adapter does, without one.
 
     Args:
-        gradients: made up where none are given.
+        gradients: function of the sizes of the tensors, in the order of the buckets.
         adam: whether the optimizer is Adam, and not SGD with momentum.
+        small: whether there are engines of the small tensors too, which are sent whole.
     """
 
     def __init__(
@@ -73,13 +75,15 @@ class Model:
         config: DGCConfig,
         kernels: Kernels,
         workers: int = 1,
-        gradients: Gradients | Recorded | None = None,
+        gradients: Callable[[Sequence[int]], Any] = Gradients,
         adam: bool = False,
+        small: bool = True,
     ) -> None:
         self.config = config
-        buckets = plan([TensorSpec(name, shape) for name, shape in shapes], config, workers).buckets
+        specs = [TensorSpec(name, shape) for name, shape in shapes]
+        buckets = [each for each in plan(specs, config, workers).buckets if small or not each.uncompressed]
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
-        self.gradients = gradients or Gradients([s.numel for e in self.engines for s in e.bucket.segments])
+        self.gradients = gradients([s.numel for e in self.engines for s in e.bucket.segments])
         self.step = 0
         sparse = [engine for engine in self.engines if not engine.bucket.uncompressed]
         place = {segment.name: (engine, i) for engine in sparse for i, segment in enumerate(engine.bucket.segments)}
@@ -121,6 +125,15 @@ class Model:
         for _ in range(steps):
             self.compress()
             self.gradients.advance()
+
+    def receive(self, packets: Sequence[np.ndarray]) -> None:
+        """Decode all ranks' packets of every bucket into the gradients' memory."""
+        arrays = iter(self.gradients.arrays)
+        for engine, packet in zip(self.engines, packets, strict=True):
+            engine.receive(packet)
+            for i in range(len(engine.bucket.segments)):
+                engine.outputs.put(i, next(arrays))
+            engine.aggregate_into(1 / engine.workers)
 
 
 def compiled(source: str) -> ctypes.CDLL:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.baselines import FLOWS
 from benchmarks.kernels.bench import MOMENTUM, Model, Scatter, Stream
-from benchmarks.report import markdown, panels, save_figure
+from benchmarks.report import label, markdown, panels, save_figure
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import timed, torch_threads
 from dgc_horovod import DGCConfig
@@ -155,7 +155,7 @@ def _decoded(numel: int, density: float, workers: int) -> dict[str, Any]:
 
 
 def nanoseconds_an_element(rows: Sequence[Row], row: Row, parts: Sequence[str] = OURS) -> float | None:
-    """What each element costs that comes in beyond those of two workers, for which the zeroing is the same."""
+    """Cost of each element received beyond those of two workers, for which the zeroing is the same."""
     two = next(r for r in rows if (r["n"], r["k"], r["workers"]) == (row["n"], row["k"], 2))
     more = (row["workers"] - 2) * row["k"]
     return 1e6 * sum(row[part] - two[part] for part in parts) / more if more else None
@@ -211,13 +211,19 @@ def _topk(u: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> None:
     u.index_fill_(0, chosen, 0)
 
 
-def growth_table(rows: Sequence[Row]) -> str:
-    """Markdown: nanoseconds an element."""
-    sizes = sorted({row["millions"] for row in rows})
-    figures = {(row["rule"], row["millions"]): f"{row['ms'] / row['millions']:.2f}" for row in rows}
-    rules = list(dict.fromkeys(row["rule"] for row in rows))
-    head = ["ns an element", *(f"{size} M" for size in sizes)]
-    return markdown(head, [[rule, *(figures[rule, size] for size in sizes)] for rule in rules])
+def growth_table(rows: Sequence[Row], name: str = "rule", unit: str = "ns", scale: float = 1.0) -> str:
+    """Markdown: time an element.
+
+    Args:
+        name: of the field by which rows are told apart.
+        unit: of time.
+        scale: how many of them a nanosecond is.
+    """
+    sizes, names = sorted({row["millions"] for row in rows}), dict.fromkeys(row[name] for row in rows)
+    form = ".2f" if scale == 1 else ".0f"
+    figures = {(row[name], row["millions"]): f"{scale * row['ms'] / row['millions']:{form}}" for row in rows}
+    lines = [[each, *(figures[each, size] for size in sizes)] for each in names]
+    return markdown([f"{unit} an element", *(f"{size:g} M" for size in sizes)], lines)
 
 
 def draw_growth(rows: Sequence[Row], file: Path) -> None:
@@ -230,8 +236,6 @@ def draw_growth(rows: Sequence[Row], file: Path) -> None:
     sizes = sorted({row["millions"] for row in rows})
     axes.set_xticks(sizes, [f"{size} M" for size in sizes])
     axes.minorticks_off()
-    axes.set_xlabel("elements")
-    axes.set_ylabel("milliseconds: accumulate, select, encode")
-    axes.grid(alpha=0.3)
+    label(axes, x="elements", y="milliseconds: accumulate, select, encode")
     axes.legend(frameon=False)
     save_figure(figure, file)

@@ -2,7 +2,6 @@
 
 from benchmarks.netlab.hosts import Lab
 from benchmarks.netlab.lifecycle import lab
-from benchmarks.netlab.network import unavailable
-from benchmarks.netlab.tools import NetlabError
+from benchmarks.netlab.network import NetlabError, unavailable
 
 __all__ = ["Lab", "NetlabError", "lab", "unavailable"]

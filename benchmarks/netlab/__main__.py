@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.netlab import launcher, lifecycle, network, state, status, tools
-from benchmarks.netlab.hosts import Lab, enter
+from benchmarks.netlab import hosts as state
+from benchmarks.netlab import lifecycle, network
+from benchmarks.netlab.hosts import Lab, Record, enter
+from benchmarks.netlab.network import NetlabError
 
 EXAMPLE = """\
 example:
@@ -23,6 +28,8 @@ without a flag. It needs root. /etc/hosts and ~/.ssh stay as they are.
 run gives the launcher -np and -H where it has neither, and exports both as
 NETLAB_NP and NETLAB_HOSTS.
 """
+LAUNCHERS = ("horovodrun", "dgcrun")
+PLACES = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--host-discovery-script")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,36 +65,97 @@ def run(host: int, words: Sequence[str]) -> NoReturn:
     """Become a command on a host, so that its signals and its exit status are the command's own."""
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
-        raise tools.NetlabError("run what? run [--host I] -- CMD ...")
+        raise NetlabError("run what? run [--host I] -- CMD ...")
     if not (record := state.read()):
-        raise tools.NetlabError("no lab is up: python -m benchmarks.netlab up --hosts N")
+        raise NetlabError("no lab is up: python -m benchmarks.netlab up --hosts N")
     lab = Lab(record.hosts, record.ranks)
-    entered = enter(host, launcher.with_hosts(command, lab))
+    entered = enter(host, with_hosts(command, lab))
     exports = {"NETLAB_HOSTS": lab.slots, "NETLAB_NP": str(lab.num_proc)}
     os.execvpe(entered[0], entered, {**os.environ, **exports})
+
+
+def with_hosts(command: Sequence[str], lab: Lab) -> list[str]:
+    """`command`, with all hosts of a lab if it is a launcher's and says neither where nor how many.
+
+    Args:
+        command: program and arguments.
+        lab: whose hosts they are.
+    """
+    program, *words = command
+    if Path(program).name not in LAUNCHERS or any(word.split("=")[0] in PLACES for word in _own(words)):
+        return [program, *words]
+    return [program, "-np", str(lab.num_proc), "-H", lab.slots, *words]
+
+
+def _own(words: Sequence[str]) -> Iterable[str]:
+    """The launcher's own words: up to the job's command, which is the first one that can be run.
+
+    Which flags take a value is not asked, so one whose value is a program's name ends them too early; a launcher
+    then finds its own flag after ours, and the last one wins.
+    """
+    return itertools.takewhile(lambda word: word.startswith("-") or not shutil.which(word), words)
+
+
+def links(record: Record) -> str:
+    """Nominal and measured rate of a lab's links."""
+    link = record.link
+    nominal = "not shaped" if link.rate == network.UNSHAPED else f"{link.rate} in each direction"
+    if link.is_relayed:
+        nominal += f", {link.delay} of delay and {link.loss} of loss from host to host"
+    if not record.measured:
+        return f"{nominal}, not measured"
+    there, back = record.measured
+    return f"{nominal}; measured {there:.0f} Mbit/s from host1 to host2, {back:.0f} Mbit/s back"
+
+
+def describe() -> tuple[bool, str]:
+    """Whether a lab is up and all of it is there, and what there is to say about it."""
+    found = network.names()
+    if not (record := state.read()):
+        remains = found or state.STATE.exists() or any(network.OVERLAYS.glob(f"{network.PREFIX}*"))
+        return False, "no lab is up" + ("; something of one is there, which down removes" if remains else "")
+    lab = Lab(record.hosts, record.ranks)
+    lines = [f"{lab.hosts} hosts, -np {lab.num_proc} -H {lab.slots}", f"links: {links(record)}"]
+    whole = network.SWITCH in found
+    if not whole:
+        lines.append("damaged: the switch between the hosts is gone")
+    for number, (name, address) in enumerate(zip(lab.names, lab.addresses, strict=True), 1):
+        sound, text = _host(number, found)
+        whole = whole and sound
+        lines.append(f"{name} at {address}: {text}")
+    return whole, "\n".join(lines)
+
+
+def _host(number: int, found: list[str]) -> tuple[bool, str]:
+    if network.namespace(number) not in found:
+        return False, "damaged: its network namespace is gone"
+    server = state.server(number)
+    others = len([pid for pid in network.processes(network.namespace(number)) if pid != server])
+    text = "ssh server alive" if server else "damaged: its ssh server has ended"
+    return server is not None, f"{text}; other processes: {others}"
 
 
 def main() -> None:
     """Do what the command line says."""
     options = parser().parse_args()
     try:
-        if reason := tools.lacking():
-            raise tools.NetlabError(reason)
+        if reason := network.lacking():
+            raise NetlabError(reason)
         if options.command == "up":
             record = lifecycle.keep(
                 options.hosts, network.Link(options.rate, options.delay, options.loss), options.per_host_ranks
             )
-            print(f"{Lab(record.hosts, record.ranks).slots}; links: {status.links(record)}")
+            print(f"{Lab(record.hosts, record.ranks).slots}; links: {links(record)}")
         elif options.command == "down":
             with state.reserve():  # never under a study that runs
                 lifecycle.down()
         elif options.command == "status":
-            whole, text = status.describe()
+            whole, text = describe()
             print(text)
             raise SystemExit(not whole)
         else:
             run(options.host, options.words)
-    except tools.NetlabError as error:
+    except NetlabError as error:
         raise SystemExit(f"netlab: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -15,11 +15,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.netlab import network, state
-from benchmarks.netlab.hosts import Lab, hostname
-from benchmarks.netlab.network import Link, address, namespace
-from benchmarks.netlab.state import Record
-from benchmarks.netlab.tools import NetlabError, call
+from benchmarks.netlab import hosts as state
+from benchmarks.netlab import network
+from benchmarks.netlab.hosts import Lab, Record, hostname
+from benchmarks.netlab.network import Link, NetlabError, address, call, namespace
 from benchmarks.report import ROOT
 
 # In the place of the host's /etc/ssh/ssh_config, so that plain `ssh host2` works and nobody's known_hosts is written.

@@ -1,4 +1,4 @@
-"""Namespaces, links and shaping: what a lab is made of below its hosts. All of it needs root.
+"""Namespaces, links and shaping, below the hosts of a lab, and the commands that make them. All of it needs root.
 
 A host is a network namespace with one link, eth0, to a bridge in a namespace of its own; a link with delay or loss
 passes through a process there (`relay`). What is in
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.netlab import relay
-from benchmarks.netlab.tools import NetlabError, call, lacking
 
 PREFIX = "dgc-netlab-"
 SWITCH = f"{PREFIX}switch"
@@ -38,11 +39,50 @@ LEAST_BURST = 4096  # bytes: one packet on the wire must fit
 # Longest queue. On a busy machine CUBIC fell to 0.81 to 0.91 of 1gbit now and then at 20 ms; a longer one than this
 # only delays the short messages that wait behind long ones.
 LATENCY = "50ms"
+PACKAGES = {  # command -> Debian's package
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "hostname": "hostname",
+    "mount": "mount",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+}
+
+
+class NetlabError(RuntimeError):
+    """A lab cannot be made: a part is missing, or a command failed."""
+
+
+def call(*command: str) -> str:
+    """The output of `command`.
+
+    Raises:
+        NetlabError: it failed; with what it said.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NetlabError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def lacking() -> str | None:
+    """The requirement of all commands that is missing here, and its remedy; None if all are met."""
+    if os.geteuid():
+        return f"network namespaces need root: run it with sudo {sys.executable}"
+    missing = [command for command in PACKAGES if shutil.which(command) is None]
+    if missing:
+        packages = " ".join(sorted({PACKAGES[command] for command in missing}))
+        return f"not found: {', '.join(missing)}; install {packages}"
+    if importlib.util.find_spec("asyncssh") is None:
+        return "the Python package asyncssh, the hosts' ssh server, is not installed: pip install asyncssh"
+    return None
 
 
 @dataclass(frozen=True)
 class Link:
-    """What every host's link is like.
+    """The properties of every host's link.
 
     Args:
         rate: in each direction, such as "1gbit", or "none".

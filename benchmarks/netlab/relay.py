@@ -29,7 +29,7 @@ def open_tap(name: str) -> int:
 
 
 class Relay:
-    """What carries packets between each host and its port.
+    """Carries packets between each host and its port.
 
     Args:
         hosts: how many.

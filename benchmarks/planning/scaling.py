@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import nanoseconds_an_element
-from benchmarks.report import markdown, panels, read_results, save_figure
+from benchmarks.report import label, markdown, panels, read_results, save_figure
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
@@ -166,11 +166,10 @@ def draw_clusters(rows: Sequence[dict[str, Any]], file: Path) -> None:
                 found = [100 * point(method, workers, density, rate, rows).efficiency for workers in WORKERS]
                 style = "--" if method in (DENSE, FP16) else "-"
                 axes.semilogx(WORKERS, found, style, marker="o", markersize=4, base=2, label=method)
-            axes.set_title(f"density {density:.1%}, {name}", fontsize=10)
             axes.set_xticks(WORKERS, [f"{n:,}" for n in WORKERS], fontsize=8)
             axes.minorticks_off()
             axes.set_ylim(0, 100)
-            axes.grid(alpha=0.3)
+            label(axes, f"density {density:.1%}, {name}")
     for axes in grid[-1]:
         axes.set_xlabel("workers, eight a node")
     for axes in grid[:, 0]:

@@ -1,4 +1,4 @@
-"""What the runs say: each variant beside the dense run of the same seed, and which differences are more than noise."""
+"""Results of the runs: each variant beside the dense run of the same seed, and differences beyond the noise."""
 
 from __future__ import annotations
 
@@ -95,6 +95,18 @@ def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
     return made
 
 
+def paired(found: Iterable[Outcome], *runs: Run) -> list[list[Outcome]]:
+    """The outcomes of all of `runs`, for every seed that each of them has."""
+    by_run = {each.run: each for each in found}
+    rows = ([by_run.get(replace(run, seed=seed)) for run in runs] for seed in sorted({run.seed for run in by_run}))
+    return [[each for each in row if each is not None] for row in rows if None not in row]
+
+
+def gaps(found: Iterable[Outcome], run: Run, *others: Run) -> list[float]:
+    """Loss of `run` less the lowest of `others`, for every seed that all of them have."""
+    return [mine.loss - min(each.loss for each in rest) for mine, *rest in paired(found, run, *others)]
+
+
 def is_clear(values: Sequence[float]) -> bool:
     """Whether the mean of three or more finite values is further from 0 than chance puts it 19 times in 20."""
     if len(values) < 3:
@@ -105,7 +117,7 @@ def is_clear(values: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """What `after` changes against `before`, paired by seed and N: loss and accuracy less its own, bytes in its own."""
+    """The change from `before` to `after`, paired by seed and N: loss and accuracy less its own, bytes in its own."""
 
     before: str
     after: str
@@ -144,7 +156,7 @@ def differences(found: Iterable[Outcome], task: str) -> list[Difference]:
 
 
 def difference(found: Iterable[Outcome], task: str, before: str, after: str) -> Difference:
-    """What `after` changes against `before` on a task."""
+    """The change from `before` to `after` on a task."""
     mine = {each.run: each for each in _short(found, task)}
     pairs = [
         (mine[replace(run, variant=before)], each)

@@ -1,4 +1,4 @@
-"""Which residual norms, staleness and overlap runs have whose quality is known: the range that advice goes by.
+"""Residual norms, staleness and overlap of runs whose quality is known: the range that advice goes by.
 
 Simulated runs; every fifth step of rank 0 after the density warm-up is looked at. A quarter of an hour on one core.
 """

@@ -1,4 +1,4 @@
-"""What stands in docs/quality.md, from the JSON of the study."""
+"""The tables and plots of docs/quality.md, from the JSON of the study."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import (
-    adam_tables,
-    analysis,
-    auto_tables,
-    exchange_tables,
-    local_tables,
-    plots,
-    runs,
-    selection,
-    selection_tables,
-    tables,
-)
+from benchmarks.quality import adamw_tables, analysis, other_tables, plots, runs, selection, tables
 from benchmarks.quality.analysis import Outcome
 from benchmarks.report import IMAGES, read_results
 
@@ -25,12 +14,10 @@ from benchmarks.report import IMAGES, read_results
 def texts() -> dict[str, str]:
     """The generated parts of the page, by marker."""
     (found, adam), kept = _found(), selection.load()
-    made = {**tables.blocks(found), "vectors": selection_tables.vectors(kept["vectors"])}
-    made |= {"gradients": selection_tables.gradients(kept["gradients"]), "made-by": made_by(found)}
-    made["adam-made-by"] = made_by(adam, runs.ADAM_KEPT) if adam else adam_tables.NOTHING
-    made["quality"] = tables.by_length(found)
-    made |= {"local": local_tables.table(found), "outer": local_tables.outer(found)}
-    made |= exchange_tables.blocks(found) | adam_tables.blocks(found, adam) | auto_tables.blocks(found)
+    made = tables.blocks(found) | other_tables.blocks(found) | adamw_tables.blocks(found, adam)
+    made |= {"vectors": other_tables.vectors(kept["vectors"]), "gradients": other_tables.gradients(kept["gradients"])}
+    made |= {"made-by": made_by(found), "quality": tables.by_length(found)}
+    made["adam-made-by"] = made_by(adam, runs.ADAM_KEPT) if adam else adamw_tables.NOTHING
     return made
 
 
@@ -56,4 +43,4 @@ def draw() -> None:
     """The plots of the page."""
     found, adam = _found()
     plots.draw(found, selection.load())
-    adam_tables.draw(adam, IMAGES / "quality_adam.svg")
+    adamw_tables.draw(adam, IMAGES / "quality_adam.svg")

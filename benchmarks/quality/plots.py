@@ -17,7 +17,7 @@ from benchmarks.quality.selection import BINS, WIDEST
 from benchmarks.quality.tables import COUNTED, GOALS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
-from benchmarks.report import IMAGES, save_figure
+from benchmarks.report import IMAGES, label, save_figure
 from benchmarks.report import panels as make_panels
 
 COLOURS = {
@@ -101,9 +101,7 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
                 axes.plot(steps, [statistics.mean(each) for each in losses], color=COLOURS[variant], label=variant)
                 ends = [[end(each) for each in losses] for end in (min, max)]
                 axes.fill_between(steps, *ends, color=COLOURS[variant], alpha=0.2, linewidth=0)
-        axes.set_title(TASKS[task].title, fontsize=10)
-        axes.set_xlabel("steps")
-        axes.grid(alpha=0.3)
+        label(axes, TASKS[task].title, x="steps")
         last = [each.loss for each in found if each.run.task == task and math.isfinite(each.loss)]
         axes.set_ylim(min(last, default=0.0) - 0.1, min(last, default=0.0) + 1.6)
     panels[0][0].set_ylabel("test loss, nats")
@@ -135,10 +133,7 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
         axes.set_xscale("log")
         axes.set_xticks(LENGTHS, [f"×{length:g}" for length in LENGTHS])
         axes.minorticks_off()
-        axes.set_title(TASKS[task].title, fontsize=10)
-        axes.set_xlabel("length of the run")
-        axes.set_ylabel(f"{goal.name}, less dense's own")
-        axes.grid(alpha=0.3)
+        label(axes, TASKS[task].title, x="length of the run", y=f"{goal.name}, less dense's own")
     lines = panels[0][-1].get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=len(WORKERS), frameon=False, fontsize=8)
     save_figure(figure, file)
@@ -161,10 +156,8 @@ def counts(found: Sequence[Outcome], file: Path) -> None:
                 axes.fill_between(share, least, most, color=COLOURS.get(variant, "#999999"), alpha=0.2, linewidth=0)
         for bound in (0.8, 1.0):
             axes.axhline(bound, color="#444444", linestyle=":", linewidth=1)
-        axes.set_title(TASKS[task].title, fontsize=10)
-        axes.set_xlabel("% of the run")
         axes.set_ylim(0.6, 1.35)
-        axes.grid(alpha=0.3)
+        label(axes, TASKS[task].title, x="% of the run")
     panels[0][0].set_ylabel("selected elements, in k")
     panels[0][0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)
@@ -179,7 +172,7 @@ def _ends(points: Iterable[Sequence[Sequence[float]]]) -> tuple[list[float], lis
 
 
 def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """What each rule leaves of Gaussian vectors, beside the bounds."""
+    """Remainder of each rule on Gaussian vectors, beside the bounds."""
     figure, panels = make_panels(1, width=5.4)
     axes, share = panels[0][0], np.array([row["k"] / row["numel"] for row in rows])
     for rule, colour in (("exact", "#0072b2"), ("gaussian", "#009e73"), ("random", "#d55e00")):
@@ -189,9 +182,7 @@ def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
     between = np.linspace(share[0], share[-1], 200)
     axes.plot(between, 1 - between, color="#444444", linestyle="--", linewidth=1, label="1 - k/d")
     axes.plot(between, (1 - between) ** 2, color="#444444", linestyle=":", linewidth=1.4, label="(1 - k/d)²")
-    axes.set_xlabel("k/d, d = 100,000")
-    axes.set_ylabel("what is left, ‖x - C(x)‖² / ‖x‖²")
-    axes.grid(alpha=0.3)
+    label(axes, x="k/d, d = 100,000", y="remainder, ‖x - C(x)‖² / ‖x‖²")
     axes.legend(frameon=False, fontsize=8)
     save_figure(figure, file)
 

@@ -1,4 +1,4 @@
-"""Which runs the study has, and the file that keeps what they found, so that it goes on where it stopped."""
+"""The runs of the study, and the file that keeps their results, so that it goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ STUDIES = {
 
 
 def load(file: Path = KEPT) -> Results:
-    """What is kept of runs as they would be done today."""
+    """The results of runs as they would be done today."""
     kept = read_results(file).get("runs", {})
     return {key: found for key, found in kept.items() if found["settings"] == settings(Run(**found["run"]))}
 

@@ -1,4 +1,4 @@
-"""What selection leaves behind: on Gaussian vectors, and on the gradients and residuals of training runs.
+"""The remainder of selection on Gaussian vectors, and on the gradients and residuals of training runs.
 
 The study of section 3 of the GaussianK paper (Shi et al., arXiv 1911.08772), on this project's own engine. It measures
 the remainder ``|x - C(x)|^2 / |x|^2`` of a selection C of k from d elements. Random-k leaves ``1 - k/d``; the paper's
@@ -63,7 +63,7 @@ def _normal(seed: int) -> np.ndarray:
 def gradients(
     task: str, variant: str, steps: int | None = None, moments: Sequence[float] = MOMENTS
 ) -> list[dict[str, Any]]:
-    """What rank 0 selects from, of each matrix at some moments of a run.
+    """The vectors that rank 0 selects from: each matrix at some moments of a run.
 
     That is the gradient with the residual (for DGC the sum of momenta), and for dense training the gradient alone.
 
@@ -125,7 +125,7 @@ def _described(x: np.ndarray, density: float) -> dict[str, Any]:
 
 
 def load(file: Path = KEPT) -> dict[str, Any]:
-    """What is kept: ``vectors``, and ``gradients`` by task and variant."""
+    """The results kept: ``vectors``, and ``gradients`` by task and variant."""
     return read_results(file) or {"environment": environment(), "vectors": [], "gradients": {}}
 
 

@@ -19,7 +19,7 @@ from benchmarks.report import markdown, spread
 
 @dataclass(frozen=True)
 class Goal:
-    """What the longest runs of a task may lose to dense ones.
+    """The most that the longest runs of a task may lose to dense ones.
 
     Args:
         name: of the task and the figure.
@@ -97,7 +97,7 @@ def _at(**fields: Any) -> Callable[[Run], bool]:
 
 
 def _rows(rows: Iterable[Row]) -> str:
-    head = ["", "test loss", "accuracy, %", "loss less dense's", "accuracy less dense's", "bytes sent"]
+    head = ["", "test loss", "accuracy, %", "loss minus dense", "accuracy minus dense", "bytes sent"]
     lines = []
     for row in rows:
         figures = (spread(row.loss, ".3f"), spread(row.accuracy, ".2f"))
@@ -122,7 +122,7 @@ def _tasks() -> str:
             [task.title, f"{parameters:,}", f"{settings.density:.1%}", settings.steps, 4 * settings.batch]
             + [f"{settings.lr:g}", clip, f"{warmup.steps} ({warmup.steps / settings.steps:.0%})"]
         )
-    head = ["", "parameters", "density", "steps", "whole batch", "learning rate", "clip norm", "steps of warm-up"]
+    head = ["", "parameters", "density", "steps", "global batch", "learning rate", "clip norm", "steps of warm-up"]
     return markdown(head, lines)
 
 
@@ -131,7 +131,7 @@ def _by_task(found: Sequence[Outcome], workers: int, variants: Sequence[str]) ->
     rows = {(row.run.task, row.run.variant): row for row in mine}
     head = [f"N = {workers}"]
     for task in TASKS.values():
-        head += [f"{task.title}: loss", "accuracy, %", "sent"]
+        head += [f"{task.title}: loss", "accuracy, %", "bytes sent"]
     lines = []
     for variant in variants:
         line = [variant]
@@ -168,11 +168,11 @@ def _longer(found: Sequence[Outcome]) -> str:
                 sent = _share(mine[LENGTHS[-1]].traffic)
                 lines.append([f"{goal.name}, N = {workers}", variant, *shown, goal.verdict(mine[LENGTHS[-1]]), sent])
     lengths = [f"×{length:g}" for length in LENGTHS]
-    return markdown(["against the dense run", "", *lengths, "may lose, longest", "sent, longest"], lines)
+    return markdown(["difference to dense", "", *lengths, "limit, longest", "bytes sent, longest"], lines)
 
 
 def _lowest(found: Sequence[Outcome]) -> str:
-    """What the LSTM loses at the papers' density, each beside the dense run of its own learning rate."""
+    """Loss of the LSTM at the papers' density, each beside the dense run of its own learning rate."""
     shown = ("dense", "dgc", "dgc, density 0.1%", *LOWEST)
     lines = []
     for workers, length in ((min(WORKERS), LENGTHS[-1]), (min(WORKERS), LONGEST), (max(WORKERS), LENGTHS[-1])):
@@ -182,7 +182,7 @@ def _lowest(found: Sequence[Outcome]) -> str:
                 lines.append(
                     [f"N = {workers}, ×{length:g}", row.run.variant, *figures, len(row.loss), _share(row.traffic)]
                 )
-    return markdown(["", "", "test loss", "less dense's at that rate", "seeds", "sent"], lines)
+    return markdown(["", "", "test loss", "minus dense at that rate", "seeds", "bytes sent"], lines)
 
 
 def _against_defaults(found: Sequence[Outcome]) -> str:
@@ -199,7 +199,7 @@ def _against_defaults(found: Sequence[Outcome]) -> str:
                 line += ["diverges" if change.losses else "", ""]
         if variant != "dgc":
             lines.append(line)
-    head = ["against `.dgc()`"]
+    head = ["difference to `.dgc()`"]
     for task in TASKS.values():
         head += [f"{task.title}: loss", "bytes"]
     return markdown(head, lines)
@@ -235,7 +235,7 @@ def _counts(found: Sequence[Outcome]) -> str:
             figures = (min(least), statistics.mean(middle), max(most))
             steps = sum(each.curve[-1][0] for each in mine)
             lines.append([variant, len(mine), f"{steps:,.0f}", *(f"{figure:.3f}" for figure in figures)])
-    return markdown(["selected, in k", "runs", "steps", "least", "mean", "most"], lines)
+    return markdown(["selected / k", "runs", "steps", "least", "mean", "most"], lines)
 
 
 def by_length(found: Sequence[Outcome]) -> str:
@@ -253,5 +253,5 @@ def by_length(found: Sequence[Outcome]) -> str:
             density = VARIANTS[variant].config(TASKS[task].settings).density
             sent = _share(rows[max(rows)].traffic) if rows else ""
             lines.append([f"{goal.name}, density {density:.1%}, N = {workers}", *gaps, sent])
-    head = ["`.dgc()` minus dense", *(f"{length:g}× the steps" for length in LENGTHS), "sent, longest"]
+    head = ["`.dgc()` minus dense", *(f"{length:g}× the steps" for length in LENGTHS), "bytes sent, longest"]
     return markdown(head, lines)

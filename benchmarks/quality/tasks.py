@@ -1,4 +1,4 @@
-"""What is trained: images of digits, the next character of Python's own sources by an LSTM and a Transformer, and its
+"""The tasks: images of digits, the next character of Python's own sources by an LSTM and a Transformer, and its
 next byte by a GPT of 5.1 M parameters.
 
 Small enough for hundreds of runs on two cores, hard enough that a wrong compression shows. Learning rates are near the
@@ -292,7 +292,7 @@ def sources() -> tuple[Tensor, Tensor]:
 
 
 def digest() -> str:
-    """What tells two texts apart."""
+    """A hash of the sources, which tells two texts apart."""
     return hashlib.sha256(_read()).hexdigest()[:12]
 
 

@@ -11,19 +11,19 @@ from typing import Any, Protocol
 import torch
 from torch import Generator
 
-from benchmarks.quality.counts import Counts
-from benchmarks.quality.local_ranks import LocalRanks
-from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LossOf
+from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LocalRanks, LossOf
 from benchmarks.quality.tasks import ALL_TASKS, WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
+from dgc_horovod.core.bucketing import ranges
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.schedule import density_at
 
 HOPELESS = 50.0  # a training loss, in nats, from which no run comes back
 Watch = Callable[["Ranks", int, float], None]  # the ranks, steps done, their loss
 
 
 class Ranks(Protocol):
-    """Whatever trains a task's model a step at a time."""
+    """Ranks that train a task's model a step at a time, simulated or real."""
 
     optimizer: torch.optim.Optimizer
     exchange: OptimizerExchange | None  # of rank 0, if they compress
@@ -37,7 +37,7 @@ MakeRanks = Callable[["Run", Task, torch.optim.Optimizer], Ranks]
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained how.
+    """One training run.
 
     Args:
         task: name of one of ALL_TASKS.
@@ -70,6 +70,53 @@ class Run:
     def batch(self) -> int:
         """Samples per rank and step: N ranks together have the same whole batch, whatever N."""
         return max(1, ALL_TASKS[self.task].settings.batch * WORKERS // self.workers)
+
+
+class Counts:
+    """The counts of one rank's exchange over a run.
+
+    Args:
+        exchange: of rank 0; None for dense training, of which there is nothing to count.
+    """
+
+    def __init__(self, exchange: OptimizerExchange | None) -> None:
+        self._exchange, self._before = exchange, 0
+        self._k_at: dict[float, int] = {}  # by density
+        self._since: list[float] = []
+        self._closed: list[list[float]] = []
+
+    def count(self) -> None:
+        """A step is done."""
+        if self._exchange is not None:
+            counts, config = self._exchange.counts, self._exchange.config
+            k = self._k(density_at(config.final_density, config.warmup, counts.steps - 1))
+            self._since.append((counts.selected - self._before) / k)
+            self._before = counts.selected
+
+    def close(self) -> None:
+        """The next point of the curve is reached."""
+        if self._since:
+            mean = sum(self._since) / len(self._since)
+            self._closed.append([round(value, 4) for value in (min(self._since), mean, max(self._since))])
+            self._since.clear()
+
+    def found(self) -> dict[str, Any]:
+        """The counts of a compressed run.
+
+        ``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's.
+        """
+        if self._exchange is None:
+            return {}
+        stats = self._exchange.counts.stats()
+        return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
+
+    def _k(self, density: float) -> int:
+        if density not in self._k_at:
+            assert self._exchange is not None
+            buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.uncompressed]
+            runs = [run for bucket in buckets for run in ranges(bucket, self._exchange.config.scope, density)]
+            self._k_at[density] = sum(run.k for run in runs)
+        return self._k_at[density]
 
 
 def schedule(step: int, steps: int, ramp: int) -> float:

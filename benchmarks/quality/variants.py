@@ -1,4 +1,4 @@
-"""What is compared: dense training, DGC part by part, its selection rules and codecs."""
+"""The ways to train that are compared: dense training, DGC part by part, its selection rules and codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runs say: steps and seconds to the target quality, gain over dense, what caps it, and whether it all holds.
+"""Results of the runs: steps and seconds to the target quality, gain over dense, its limit, and checks.
 
 The target of a seed is the quality that its own dense run ends with, less the task's margin; it is reached at the
 first evaluation that is as good. Evaluations take no time here.
@@ -195,7 +195,7 @@ def _rows_of(runs: Runs, task: str, hosts: int, rate: str, seeds: list[int]) -> 
 
 
 def checks(runs: Runs) -> dict[str, Any]:
-    """What the figures rest on.
+    """Checks of the figures.
 
     Returns:
         ``replicas``: (runs whose ranks ended with the same weights, runs with an exchange); ``same_bits``: (runs on

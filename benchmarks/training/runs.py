@@ -1,4 +1,4 @@
-"""Which runs there are, and their names in the file of results.
+"""The runs of the study, and their names in the file of results.
 
 A launch is one horovodrun: it trains one task from one seed with several methods, one after the other, so that all
 of them meet the machine in the same state and its start is paid for once.
@@ -22,7 +22,7 @@ Study = dict[str, Any]  # ``runs`` by key, ``links`` in Mbit/s as measured by "h
 
 
 def load(file: Path = KEPT) -> Study:
-    """What is kept."""
+    """All results that are kept."""
     return {"links": {}, "runs": {}, **read_results(file)}
 
 
@@ -54,7 +54,7 @@ class Launch:
         return key(self.task, self.hosts, self.rate, method, self.seed, steps)
 
     def missing(self, kept: Mapping[str, Any]) -> Launch | None:
-        """What of it is not kept yet; None if nothing."""
+        """Its part that is not kept yet; None if nothing is missing."""
         left = tuple(run for run in self.methods if self.key(*run) not in kept)
         return dataclasses.replace(self, methods=left) if left else None
 

@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from benchmarks.netlab import Lab, NetlabError, lab, unavailable
-from benchmarks.netlab.__main__ import main
-from benchmarks.netlab.launcher import with_hosts
+from benchmarks.netlab.__main__ import main, with_hosts
+from benchmarks.netlab.hosts import STATE
 from benchmarks.netlab.network import OVERLAYS, PREFIX
-from benchmarks.netlab.state import STATE
 
 ROOT = Path(__file__).resolve().parents[2]
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]

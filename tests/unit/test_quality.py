@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.quality import adam_tables, analysis, local_tables, runs, selection, tables
+from benchmarks.quality import adamw_tables, analysis, runs, selection, tables
 from benchmarks.quality.__main__ import COMMAND
 from benchmarks.quality.tasks import ALL_TASKS, TASKS
 from benchmarks.quality.training import Run, is_hopeless, train
@@ -63,7 +63,7 @@ def test_all_columns_of_local_steps_are_of_the_seeds_that_every_run_has():
         **kept("AdamW, averaged every 15", [1.3, 1.5, 1.6], "gpt"),
         **kept("AdamW, local, 15 steps, 6%", [1.5, 1.7], "gpt", first=1),
     }
-    cells = local_tables.table(analysis.outcomes(results)).splitlines()[-1].split(" | ")
+    cells = adamw_tables.local_steps(analysis.outcomes(results)).splitlines()[-1].split(" | ")
     averaged, compressed, added = (float(cell.split(" ± ")[0]) for cell in cells[1:4])
     assert (averaged, compressed, added) == pytest.approx((0.4, 0.45, 0.05))
     assert cells[4] == "2"
@@ -79,23 +79,23 @@ def test_compressed_adamw_is_compared_with_the_better_of_both_momenta():
     }
     found = analysis.outcomes(results)
     run = Run("transformer", "AdamW, dgc", length=4.0)
-    assert adam_tables.gaps(found, run) == pytest.approx([0.3, 0.1])
-    assert adam_tables.gaps(found, run, runs.FIRST_DENSE) == pytest.approx([0.3, 0.3])
-    made = adam_tables.blocks([], found)
+    assert adamw_tables.to_dense(found, run) == pytest.approx([0.3, 0.1])
+    assert adamw_tables.to_dense(found, run, runs.FIRST_DENSE) == pytest.approx([0.3, 0.3])
+    made = adamw_tables.blocks([], found)
     cells = made["adam"].splitlines()[-1].split(" | ")
     assert cells == ["| N = 4, 1,600 steps", "1%", "+0.200 ± 0.141", "+0.300 ± 0.000", "1/100.0", "2 |"]
     assert "| 1% | +0.200 ± 0.141 |" in made["adam-workers"] and "| 1% |  | +0.200 ± 0.141 |" in made["adam-lengths"]
 
 
 def test_a_study_of_adamw_without_a_run_makes_pages_all_the_same(tmp_path):
-    blocks = adam_tables.blocks([], [])
-    assert blocks["adam"] == blocks["adam-workers"] == blocks["adam-lengths"] == adam_tables.NOTHING
+    blocks = adamw_tables.blocks([], [])
+    assert blocks["adam"] == blocks["adam-workers"] == blocks["adam-lengths"] == adamw_tables.NOTHING
     pytest.importorskip("matplotlib")
     place = {"task": "transformer", "first": runs.ADAM_SEED, "length": 4.0}
     results = {**kept("AdamW, dense", [1.0], **place), **kept("AdamW, dgc", [1.3], **place)}
     drawn = []
     for found in ([], analysis.outcomes(results)):
-        adam_tables.draw(found, tmp_path / "plot.svg")
+        adamw_tables.draw(found, tmp_path / "plot.svg")
         drawn.append((tmp_path / "plot.svg").read_text())
     assert "N = 4" not in drawn[0] and "N = 4" in drawn[1]
 

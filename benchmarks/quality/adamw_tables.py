@@ -1,0 +1,213 @@
+"""AdamW, compressed at each step and with local steps, beside dense AdamW of the same seed: tables and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.quality.analysis import Outcome, gaps, paired
+from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
+from benchmarks.quality.tasks import ALL_TASKS
+from benchmarks.quality.training import Run
+from benchmarks.quality.variants import (
+    ADAM,
+    ADAM_DENSE,
+    AVERAGED,
+    LATER_AVERAGED,
+    LATER_LOCAL,
+    LOCAL,
+    LOCAL_BETAS,
+    LOCAL_DENSER,
+    LOCAL_GENTLER,
+    LOCAL_STEPS,
+    OUTER,
+    POWER_SGD,
+    VARIANTS,
+)
+from benchmarks.report import label, markdown, panels, save_figure, spread
+
+TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
+LEAST = "AdamW, dgc, 0.1% in 2 bits"
+NOTHING = f"0 runs are in benchmarks/results/{ADAM_KEPT.name} yet."
+LOSS = "loss minus dense AdamW, nats"
+# local variant -> the one without compression, and H
+BESIDE = {
+    **{
+        name: (averaged, steps)
+        for names in (LOCAL, LOCAL_DENSER, LOCAL_GENTLER)
+        for name, averaged, steps in zip(names, AVERAGED, LOCAL_STEPS, strict=False)
+    },
+    **{name: (averaged, 15) for name, averaged in zip(LATER_LOCAL, LATER_AVERAGED, strict=True)},
+}
+
+
+def _of_study(found: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes of these studies: the small model has seeds of its own here."""
+    return [each for each in found if each.run.task != TASK or each.run.seed >= ADAM_SEED]
+
+
+def to_dense(found: Sequence[Outcome], run: Run, dense: Sequence[str] = (DENSE,)) -> list[float]:
+    """Loss of `run` less the lowest of these dense runs, for every seed that has all of them."""
+    return gaps(_of_study(found), run, *(replace(run, variant=name, real=False) for name in dense))
+
+
+def table(found: Sequence[Outcome], names: Sequence[str] = (*list(ADAM_DENSE)[1:], *ADAM)) -> str:
+    """A line for each number of ranks, length and way to train."""
+    places = [(workers, length, name) for workers in ADAM_WORKERS for length in LENGTHS for name in names]
+    lines = []
+    for run in (Run(TASK, name, workers, length=length) for workers, length, name in places):
+        if values := to_dense(found, run):
+            better = to_dense(found, run, FIRST_DENSE)
+            figures = spread(values, "+.3f"), spread(better, "+.3f"), _less(found, run), len(values)
+            lines.append([f"N = {run.workers}, {run.steps:,} steps", _named(run.variant), *figures])
+    head = ["", "", LOSS, "minus the better of both b1", "bytes sent / dense", "seeds"]
+    return markdown(head, lines) if lines else NOTHING
+
+
+def _named(variant: str) -> str:
+    """A variant in the tables, with its density."""
+    name = variant.removeprefix("AdamW, ").removeprefix("dgc, ")
+    return f"1%{name.removeprefix('dgc')}" if name == "dgc" else f"1%, {name}" if name.startswith("b2") else name
+
+
+def _less(found: Sequence[Outcome], run: Run) -> str:
+    """Bytes that a run sends, in those of a dense one."""
+    sent = [_traffic(each) for each in found if replace(each.run, seed=run.seed) == run]
+    return "all" if run.variant in ADAM_DENSE else f"1/{1 / statistics.mean(sent):.1f}"
+
+
+def _traffic(each: Outcome) -> float:
+    """PowerSGD counts the bytes after its dense steps alone."""
+    variant, steps = VARIANTS[each.run.variant], each.run.steps
+    if not variant.power_sgd:
+        return each.traffic
+    return (variant.dense_steps + (steps - variant.dense_steps) * each.traffic) / steps
+
+
+def matrix(found: Sequence[Outcome], variants: Sequence[str], columns: Sequence[tuple[int, float]]) -> str:
+    """A line a variant, a column for each N and length."""
+    cells = [[spread(to_dense(found, Run(TASK, name, n, length=x)), "+.3f") for n, x in columns] for name in variants]
+    if not any(map(any, cells)):
+        return NOTHING
+    head = [f"N = {n}, {Run(TASK, DENSE, n, length=x).steps:,} steps" for n, x in columns]
+    return markdown([LOSS, *head], [[_named(name), *row] for name, row in zip(variants, cells, strict=True)])
+
+
+def larger(local: Sequence[Outcome], adam: Sequence[Outcome]) -> str:
+    """The larger model: compressed at each step, and of the other study PowerSGD and local steps."""
+    lines = []
+    for found in (adam, local):
+        by_run = {replace(each.run, seed=0): None for each in found if each.run.task == LARGER and each.run.length == 1}
+        for run in sorted(by_run, key=lambda run: (list(VARIANTS).index(run.variant), run.workers)):
+            values = to_dense(found, run)
+            if values and run.variant != DENSE:
+                name = f"{_named(run.variant)}, N = {run.workers}"
+                lines.append([name, spread(values, "+.3f"), _less(found, run), len(values)])
+    return markdown([LOSS, "", "bytes sent / dense", "seeds"], lines)
+
+
+def power_sgd(local: Sequence[Outcome], adam: Sequence[Outcome], workers: int = 4) -> str:
+    """Bytes of PowerSGD after its dense steps beside density 1%, in words."""
+    theirs = [each.traffic for each in local if each.run.task == LARGER and each.run.variant in POWER_SGD]
+    ours = [each.traffic for each in adam if replace(each.run, seed=0) == Run(LARGER, DGC, workers)]
+    if not theirs or not ours:
+        return ""
+    handed = statistics.mean(theirs) / statistics.mean(ours)
+    received = handed * 2 * (workers - 1) / workers / (workers - 1)
+    return (
+        f"After its dense steps PowerSGD hands {handed:.2f} times the bytes of 1% to collectives. With N = {workers} a "
+        f"rank receives {received:.2f} times as many: a ring of allreduce brings 2 (N-1)/N times what is handed over, "
+        "a gather N-1 times."
+    )
+
+
+def _places(found: Sequence[Outcome]) -> list[tuple[str, int, float]]:
+    known = {(each.run.task, each.run.workers, each.run.length) for each in found if each.run.variant in BESIDE}
+    order = [(task, workers, length) for task in ALL_TASKS for workers in WORKERS for length in LENGTHS]
+    return [place for place in order if place in known]
+
+
+def local_steps(found: Sequence[Outcome]) -> str:
+    """A line for each task, number of ranks, length and H of which something was run."""
+    lines, found = [], _of_study(found)
+    for task, workers, length in _places(found):
+        for name, (averaged, steps) in BESIDE.items():
+            rows = paired(found, *(Run(task, each, workers, length=length) for each in (DENSE, averaged, name)))
+            if not rows:
+                continue
+            run, config, later = (
+                rows[0][2].run,
+                VARIANTS[name].config(ALL_TASKS[task].settings),
+                VARIANTS[name].dense_steps,
+            )
+            assert config is not None
+            traffic = statistics.mean(row[2].traffic for row in rows)
+            place = f"{ALL_TASKS[task].title}, N = {workers}, {run.steps:,} steps, H = {steps}, {config.density:.1%}"
+            place += f", momentum {config.outer_momentum}" * (name in LOCAL_GENTLER)
+            place += f", after {later} dense steps" * bool(later)
+            losses = [[each.loss for each in row] for row in rows]
+            differences = zip(*((b - a, c - a, c - b) for a, b, c in losses), strict=True)
+            sent = f"{config.density * (run.steps - later) / steps:.1f}"
+            less = f"{1 / steps / traffic:,.0f}×", f"{1 / traffic:,.0f}×"
+            lines.append([place, *(spread(values, "+.3f") for values in differences), len(rows), sent, *less])
+    head = [LOSS, "averaged every H", "compressed", "compressed minus averaged", "seeds", "times an element is sent"]
+    return markdown([*head, "fewer bytes an exchange", "fewer bytes a step"], lines)
+
+
+def outer_momentum(found: Sequence[Outcome]) -> str:
+    """A line for each place of which whole weights were averaged with outer momentum, beside none and beside ours."""
+    lines, found = [], _of_study(found)
+    for task, workers, length in _places(found):
+        for steps, averaged, denser in zip(LOCAL_STEPS, AVERAGED, LOCAL_DENSER, strict=True):
+            names = [DENSE, averaged, *(f"{averaged}, {name}" for name in OUTER), denser]
+            rows = paired(found, *(Run(task, name, workers, length=length) for name in names))
+            if rows:
+                differences = zip(*([each.loss - row[0].loss for each in row[1:]] for row in rows), strict=True)
+                place = f"{ALL_TASKS[task].title}, N = {workers}, {rows[0][0].run.steps:,} steps, H = {steps}"
+                lines.append([place, *(spread(values, "+.3f") for values in differences), len(rows)])
+    head = [LOSS, "averaged every H", "with Nesterov 0.5", "DiLoCo: Nesterov 0.9, rate 0.7"]
+    return markdown([*head, "compressed to 6%, Nesterov 0.5", "seeds"], lines)
+
+
+def blocks(local: Sequence[Outcome], adam: Sequence[Outcome]) -> dict[str, str]:
+    """The tables of the page, by marker.
+
+    Args:
+        local: of the study that has local steps.
+        adam: of the study of compression at each step.
+    """
+    by_workers = [(workers, LENGTHS[1]) for workers in ADAM_WORKERS]
+    return {
+        "adam": table(adam),
+        "adam-local": table(adam, list(LOCAL_BETAS)),
+        "adam-workers": matrix(adam, (DGC, "AdamW, dgc, 0.3% in 2 bits"), by_workers),
+        "adam-lengths": matrix(adam, (DGC, LEAST), [(ADAM_WORKERS[0], length) for length in LENGTHS]),
+        "larger": "\n\n".join(filter(None, (larger(local, adam), power_sgd(local, adam)))),
+        "local": local_steps(local),
+        "outer": outer_momentum(local),
+    }
+
+
+def draw(found: Sequence[Outcome], file: Path) -> None:
+    """The gap over the density, a line for each number of ranks."""
+    figure, ((axes,),) = panels(width=5.4)
+    for workers, style in zip(WORKERS, ("-", "--"), strict=True):
+        points = []
+        for name in ADAM:
+            config = VARIANTS[name].config(ALL_TASKS[TASK].settings)
+            values = to_dense(found, Run(TASK, name, workers, length=LENGTHS[1]))
+            if config is not None and values and VARIANTS[name].betas == VARIANTS[DENSE].betas:
+                deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+                points.append((100 * config.density, statistics.mean(values), deviation))
+        if points:
+            axes.errorbar(*zip(*points, strict=True), fmt=f"o{style}", markersize=4, capsize=2, label=f"N = {workers}")
+            axes.legend(frameon=False, fontsize=8)
+    axes.axhline(0, color="#444444", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlim(0.07, 70)
+    axes.set_xticks((0.1, 1, 10), ("0.1%", "1%", "10%"))
+    axes.minorticks_off()
+    label(axes, x="density (2 bits below 1%)", y=LOSS)
+    save_figure(figure, file)
