@@ -13,7 +13,7 @@ CASES += ["shared_memory", "frozen_since", "step_of_before", "begun_anew"]
 REFUSED = {
     "plain model": "ConfigError: model must be a DistributedDataParallel, got Sequential",
     "mixed_precision": "UnsupportedUse: this DistributedDataParallel has mixed_precision; use torch.autocast",
-    "half": "UnsupportedUse: '2.weight' and 5 others are in the model and not in the optimizer",
+    "half": "UnsupportedUse: '2.weight' and 5 others are in the model but not in the optimizer",
     "more": "UnsupportedUse: 1 parameters of the optimizer",
     "hook": "UnsupportedUse: this DistributedDataParallel has a communication hook already",
     "DistributedOptimizer of DDP": "belongs to a model in DistributedDataParallel",
@@ -24,9 +24,9 @@ REFUSED = {
     "in backward": "UnsupportedUse: '0.weight' is stepped by an optimizer in the backward pass",
     "inside of DDP": "got Sequential; a DistributedDataParallel is around it already: pass that. transformers.Trainer",
     "sparse": "UnsupportedUse: 'module' has sparse gradients",
-    "join": "UnsupportedUse: Join with a compressed model",
+    "join": "UnsupportedUse: Join does not work with a compressed model",
     "no exchange": "UnsupportedUse: step() without gradients that have been exchanged",
-    "not in the group": "is not in the process_group that it was given",
+    "not in the group": "is not in the given process_group",
     "accumulated": "UnsupportedUse: backward() was called again before step()",
 }
 

@@ -61,7 +61,7 @@ def test_records_and_flush(tmp_path):
 def test_refused(tmp_path):
     for found in run("DDP", "refused", tmp_path):
         assert "CheckpointError: saving to" in found["under way"] and "between two steps only" in found["under way"]
-        assert "UnsupportedUse: pass the optimizer that was given to register()" in found["stock"]
+        assert "UnsupportedUse: pass the optimizer that was passed to register()" in found["stock"]
         assert "CheckpointError" in found["missing"]
         assert "cannot be copied or pickled" in found["copy"] and "add_param_group after wrapping" in found["group"]
         assert "already wrapped" in found["again"]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parallel
 SCRIPT = ["-m", "tests.helpers.unedited_ddp"]
 COMPRESSED = ("plain", "adamw", "two_models", "scaled", "closures", "stages", "state_asked")
 REFUSED = {
-    "two_optimizers": "in the model and not in the optimizer",
+    "two_optimizers": "in the model but not in the optimizer",
     "own_hook": "hook already",
     "lbfgs": "LBFGS calls",
 }

@@ -1,4 +1,4 @@
-"""torch.distributed as the carrier of a session: of plain models, of DistributedDataParallel, and between nodes."""
+"""torch.distributed as the carrier of a session: for plain models, for DistributedDataParallel, and with nodes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from dgc_horovod.torch.wrapping.checks import agreed_fields
 
 
 class SameDensity:
-    """For a warm-up whose epoch comes from outside, so that it may be another one on each rank.
+    """Checks that densities are equal on all ranks in a warm-up by epochs, which scripts may set differently.
 
-    Packets of other densities have other sizes. Gloo does not bear with those: the process that gets the longer one is
-    ended, and no Python of it hears why. Once all ranks are at the final density nobody asks any more.
+    Packets of different densities have different sizes. With Gloo the process that gets the longer one is ended without
+    an error in Python. The check ends when all ranks are at the final density.
 
     Args:
-        exchange: that of the optimizer.
+        exchange: exchange of the optimizer.
         collectives: transport of all workers.
 
-    Cost: 16 bytes to each worker and from it, waited for, in each step of the warm-up.
+    Cost: 16 bytes to and from each worker, with a wait, in each step of the warm-up.
     """
 
     def __init__(self, exchange: OptimizerExchange, collectives: Collectives) -> None:
@@ -52,7 +52,7 @@ class SameDensity:
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
 
     def check(self) -> None:
-        """Compare, once a step.
+        """Compare the densities, once a step.
 
         Raises:
             RankMismatch: on every rank, if the densities differ.
@@ -69,10 +69,10 @@ class SameDensity:
             self._looked_at, self._all_are_through = self._exchange.steps, is_final
 
     def _told(self, density: float) -> dict[tuple[int, int], float]:
-        """Density by rank and epoch.
+        """Return the density by rank and epoch.
 
-        An alltoall has one trip, where an allgather of Gloo goes round all ranks. Nor does it meet the allgather of a
-        rank that asks no more: Gloo tells collectives of two kinds apart, and both wait.
+        An alltoall is one trip; Gloo's allgather is a ring of all ranks. It cannot match the allgather of a rank that
+        does not check any more, since Gloo distinguishes kinds of collectives: both ranks then wait.
         """
         workers, epoch = self._collectives.workers, self._exchange.epoch
         own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
@@ -82,20 +82,19 @@ class SameDensity:
 
 
 def _different(step: int, densities: dict[tuple[int, int], float]) -> str:
-    firsts: dict[float, str] = {}  # few, however many ranks there are
+    firsts: dict[float, str] = {}  # one entry a density, for a short message
     for (rank, epoch), density in densities.items():
         firsts.setdefault(density, f"rank {rank} has {density:g} in epoch {epoch}")
     return (
-        f"step {step}: the ranks are at different densities: is the epoch the same everywhere? "
-        f"{', '.join(firsts.values())}. Call set_epoch with the same epoch on every rank, before its first step, and "
-        "give every rank as many batches (unequal shards?)"
+        f"step {step}: the ranks are at different densities: {', '.join(firsts.values())}. Call set_epoch with the "
+        "same epoch on every rank, before its first step, and give every rank the same number of batches"
     )
 
 
 def transports(
     collectives: ProcessGroupCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
 ) -> Mapping[str, Collectives]:
-    """The transport of each group, where all ranks can make a hierarchical exchange; else that of all alone.
+    """Return the transport of each group if all ranks can use a hierarchical exchange, else the transport of all.
 
     Args:
         collectives: transport of all workers.
@@ -108,7 +107,7 @@ def transports(
 
     def make(topology: Topology) -> Mapping[str, Collectives]:
         found = {}
-        for ranks in topology.groups:  # in one order on every rank, so that none waits for one that waits for it
+        for ranks in topology.groups:  # in one order on every rank, against a deadlock
             if topology.rank in ranks:
                 name = INSIDE if ranks == topology.inside else BETWEEN
                 found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), collectives.tag)
@@ -120,9 +119,9 @@ def transports(
 Parameter = torch.Tensor
 STOCK = "DDP"
 ACCUMULATED = (
-    "backward() was called again before step(): the second gradient was added to an update, which has been through the "
-    "exchange. Put all backward passes of a step but the last inside `with model.no_sync():`. To give an update up, "
-    "call optimizer.zero_grad() before the next backward(); after this error make a new DistributedDataParallel and "
+    "backward() was called again before step(): the second gradient was added to an update that had been exchanged. "
+    "Put all backward passes of a step but the last inside `with model.no_sync():`. To drop an update, call "
+    "optimizer.zero_grad() before the next backward(). After this error make a new DistributedDataParallel and "
     "register it with a new optimizer"
 )
 NOT_EXCHANGED = (
@@ -133,14 +132,13 @@ NOT_EXCHANGED = (
 )
 UNUSED = (
     "step() without gradients that have been exchanged: the last backward pass has brought no gradient for {names}, "
-    "and DistributedDataParallel waits for one of every parameter. Where a parameter, or an output of the model, takes "
-    "no part in the loss, or is frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it. "
-    "To a loss that is made of gradients alone (torch.autograd.grad), which leaves out the last bias, add "
-    "0 * output.sum()"
+    "but DistributedDataParallel waits for one of every parameter. If a parameter, or an output of the model, takes no "
+    "part in the loss, or is frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it. If "
+    "the loss consists of gradients only (torch.autograd.grad), without the last bias, add 0 * output.sum() to it"
 )
 BROADCAST = (
     "DistributedDataParallel sends the model's buffers to all ranks before every forward pass, of local steps too; "
-    "pass broadcast_buffers=False to it, so that they are each rank's own"
+    "pass broadcast_buffers=False to it, so that each rank keeps its own buffers"
 )
 _NAMED = 5  # parameters in a message
 _log = logging.getLogger("dgc_horovod")
@@ -150,7 +148,7 @@ class GroupCarrier(Carrier):
     """The ranks of a process group of our own.
 
     Args:
-        group: its connections.
+        group: connections of the group.
         names, settings, passes_per_step: see `Carrier`.
     """
 
@@ -160,7 +158,7 @@ class GroupCarrier(Carrier):
         super().__init__(names, settings, passes_per_step)
         self.group = group
         self.patient_group: Group | None = None  # for checkpoints
-        self._density: SameDensity | None = None  # where the ranks' densities may differ
+        self._density: SameDensity | None = None  # for a warm-up by epochs
 
     @property
     def group_name(self) -> str:
@@ -198,13 +196,13 @@ class GroupCarrier(Carrier):
 
 
 class DataParallelCarrier(GroupCarrier):
-    """The ranks of a DistributedDataParallel model, whose hook brings its gradients.
+    """The ranks of a DistributedDataParallel model, whose communication hook delivers gradients.
 
-    After ``backward`` outside of ``no_sync``, ``p.grad`` holds the update, as it holds the average with DDP alone: what
-    scripts do to it then (unscale, clip) they do to the same numbers on every rank.
+    After ``backward`` outside of ``no_sync``, ``p.grad`` has the update, as it has the average with DDP alone: scripts
+    that unscale or clip it process the same numbers on every rank.
 
     Args:
-        model: model.
+        model: DistributedDataParallel model.
         group, names: see `GroupCarrier`.
     """
 
@@ -227,13 +225,13 @@ class DataParallelCarrier(GroupCarrier):
                 _log.warning("dgc_horovod: %s", BROADCAST)
 
     def carry(self, session: Session, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand over the gradients of one bucket of DDP.
+        """Pass the gradients of one bucket of DDP to the strategy.
 
-        DDP gets them back as they are and puts them where they were. After it has done so, in the same backward pass,
-        all exchanges are waited for, and ``p.grad`` gets what is the same on every rank.
+        DDP gets the bucket back unchanged and copies it to ``p.grad``. After that, in the same backward pass, all
+        exchanges are waited for, and ``p.grad`` gets the update, which is the same on every rank.
         """
         strategy = session.strategy
-        if not strategy.takes_gradients:  # each rank's gradients are its own
+        if not strategy.takes_gradients:  # gradients are not exchanged
             return as_it_is(bucket)
         if isinstance(strategy, AutoTuned) and strategy.stock:
             return self._carry_as_ddp(session, strategy, bucket)
@@ -246,7 +244,7 @@ class DataParallelCarrier(GroupCarrier):
         for i, p in enumerate(bucket.parameters()):
             if p not in session.exchange.names:  # frozen since DDP was made
                 continue
-            if p.grad is None and views is not None:  # unused here
+            if p.grad is None and views is not None:  # not used on this rank
                 p.grad = views[i]
             session.passes.results[p] = strategy.hand_over(p)
         if bucket.is_last():
@@ -266,20 +264,20 @@ class DataParallelCarrier(GroupCarrier):
         return self.stock.exchange.carry(bucket)
 
     def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
-        """What is frozen stays where it is, as with DDP alone."""
+        """Take updates of frozen parameters out of ``p.grad``, and return them: as with DDP alone, they do not move."""
         withheld = {p: p.grad for p in parameters if not p.requires_grad and p.grad is not None}
         for p in withheld:
             p.grad = None
         return withheld
 
     def before_step(self, session: Session) -> None:
-        """Nothing was exchanged since the last step; DDP calls no hook for a bucket of which a gradient is missing."""
+        """Raise UnsupportedUse if nothing was exchanged since the last step: DDP's hooks need complete buckets."""
         session.check_not_superseded()
         if session.passes.synchronized:
             return
         model, parameters, results = self._model(), session.parameters, session.passes.results
         missing = [repr(name) for name, p in parameters.items() if p not in results and _brings_nothing(p)]
-        # of the last forward pass: whether it was outside of no_sync(); the model may be gone
+        # whether the last forward pass was outside of no_sync(); the model may be gone
         in_sync = getattr(model, "require_forward_param_sync", False)
         if model is None or not in_sync or model.find_unused_parameters or not 0 < len(missing) < len(parameters):
             raise UnsupportedUse(NOT_EXCHANGED)
@@ -288,7 +286,7 @@ class DataParallelCarrier(GroupCarrier):
 
 
 def end_backward(session: Session) -> None:
-    """The backward pass is over, and every ``p.grad`` is where DDP has it."""
+    """Wait for all exchanges at the end of the backward pass, after DDP has filled every ``p.grad``."""
     session.watch.look_again()
     session.strategy.synchronize()
     session.offered = False
@@ -302,7 +300,7 @@ class StockDDP(Stock):
     """DDP's own exchange.
 
     Args:
-        model: model.
+        model: DistributedDataParallel model.
 
     Attributes:
         passes: backward passes outside of no_sync() in the present step.
@@ -312,7 +310,7 @@ class StockDDP(Stock):
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group: Any = model.process_group
-        self._device = next(model.parameters()).device  # a group may have a backend for each kind
+        self._device = next(model.parameters()).device  # a group may have a backend for each kind of device
         self.exchange, self.passes = OwnExchange(self._group, halves=False), 0
 
     @property
@@ -321,7 +319,7 @@ class StockDDP(Stock):
 
     def take_accumulates(self) -> bool:
         passes, self.passes = self.passes, 0
-        return passes != 1  # which DDP alone can do
+        return passes != 1  # only DDP's own exchange supports that
 
     def cleared(self) -> None:
         self.passes = 0

@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint`` between the ranks of torch.distributed: Horovod's adapter reads them."""
+"""``save_checkpoint`` and ``load_checkpoint`` for torch.distributed; the files are the same as with Horovod."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_
 from dgc_horovod.torch.session.session import session_of
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: Any) -> None:
-    """Save model, optimizer and every rank's residuals; called on every rank of the optimizer, between two steps.
+def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: object) -> None:
+    """Save model, optimizer and every rank's residuals; call it on every rank of the optimizer, between two steps.
 
     ``dgc_horovod.torch.load_checkpoint`` reads the same files: names are those of the model without DDP.
 
     Args:
-        directory: path, made if it is not there. A checkpoint in it is replaced once the new one is complete; other
-            files are left alone. One for each optimizer.
+        directory: path, created if missing; one for each optimizer. A checkpoint in it is replaced when the new one is
+            complete; other files are not changed.
         model: module whose state is saved, with or without DDP around it.
         optimizer: optimizer of `register` or `DistributedOptimizer`, with any compression.
-        extra: more values to keep: numbers, texts, tensors, dicts and lists of them; those of rank 0 are kept.
+        extra: more values to save: numbers, texts, tensors, dicts and lists of them; those of rank 0 are saved.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write, or is between backward() and step().
+        CheckpointError: on every rank, if any rank cannot write, or is between backward() and step().
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
@@ -45,16 +45,16 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 def load_checkpoint(
     directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
-    """Go on from ``save_checkpoint``, of this or of Horovod's adapter; called on every rank of the optimizer.
+    """Load a checkpoint of ``save_checkpoint``, also of Horovod's adapter; call it on every rank of the optimizer.
 
-    With the same number of ranks training goes on bit for bit. With another number the combined residual of all ranks
+    With the same number of ranks training continues bit for bit. With another number the combined residual of all ranks
     stays the same (to fp32 rounding); all ranks must then see the directory.
 
     Args:
         directory: path of the checkpoint.
         model, optimizer: model and optimizer, built as they were when it was saved.
-        residuals: demand on them: "required"; "if sound": go on without those missing or damaged, whose content
-            is lost; "ignored": all start from zero.
+        residuals: handling of the residuals: "required"; "if sound": missing or damaged ones are lost and start from
+            zero; "ignored": all start from zero.
 
     Returns:
         The `extra` of ``save_checkpoint``.
@@ -66,12 +66,12 @@ def load_checkpoint(
 
 
 def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> None:
-    """Save every rank's residuals alone, beside a checkpoint of the script or of another library.
+    """Save only every rank's residuals, in addition to a checkpoint of the script or of another library.
 
-    Called on every rank of the optimizer, between two steps. Model and ``optimizer.state_dict()`` are saved apart.
+    Call it on every rank of the optimizer, between two steps. Save model and ``optimizer.state_dict()`` separately.
 
     Args:
-        directory: path, made if it is not there; see `save_checkpoint`.
+        directory: path, created if missing; see `save_checkpoint`.
         optimizer: see `save_checkpoint`.
 
     Raises:
@@ -85,7 +85,7 @@ def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> N
 def load_residuals(
     directory: str | os.PathLike[str], optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> None:
-    """Load what `save_residuals` has saved, after model and optimizer have their state; called on every rank.
+    """Load residuals of `save_residuals`, after the state of model and optimizer; call it on every rank.
 
     Args:
         directory: path, also of a checkpoint of `save_checkpoint`.
@@ -100,12 +100,12 @@ def load_residuals(
 
 @dataclass
 class UncompressedOptimizer:
-    """What a checkpoint needs of an optimizer whose gradients DDP exchanges, in place of a session.
+    """The data for checkpoints of an optimizer whose gradients DDP exchanges, in place of a session.
 
     Args:
         group: ranks that take part.
         names: name of every parameter.
-        patient_group: the same ranks, connected to wait longer; None: not yet.
+        patient_group: connections of the same ranks with a longer timeout; None: not made yet.
     """
 
     group: Group
@@ -114,21 +114,21 @@ class UncompressedOptimizer:
 
 
 def member_of(optimizer: Optimizer) -> state.Member:
-    """This rank, of those that save and load a registered optimizer together.
+    """Return this rank's `Member` for a registered optimizer.
 
     Raises:
-        UnsupportedUse: it was not registered.
+        UnsupportedUse: the optimizer was not registered.
     """
     optimizer = bare_optimizer(optimizer)
     session = session_of(optimizer)
     found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
     if not isinstance(found, (GroupCarrier, UncompressedOptimizer)):
-        raise UnsupportedUse("pass the optimizer that was given to register() or DistributedOptimizer()")
+        raise UnsupportedUse("pass the optimizer that was passed to register() or DistributedOptimizer()")
     ranks, seconds = found.group.ranks, envvars.checkpoint_seconds()
     if found.patient_group is None:
         found.patient_group = new_group(ranks, seconds)
     patient = ProcessGroupCollectives(found.patient_group, checkpoint.CALLS, seconds)
     averages = isinstance(found, UncompressedOptimizer) or found.settings.averages
-    # 0 for all ranks, as Horovod numbers its process sets; else the first rank of a part, which is its own
+    # 0 for all ranks, as Horovod numbers its process sets; else 1 + the first rank of the group
     number = 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
     return state.Member(patient, found.names, averages, number)

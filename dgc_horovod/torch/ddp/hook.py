@@ -1,4 +1,4 @@
-"""DDP's communication hook: it hands each gradient to the exchange, and waits for all of them after the last bucket."""
+"""DDP's communication hook: passes gradients to the exchange, and waits for all updates after the last bucket."""
 
 import weakref
 from collections.abc import Callable
@@ -13,30 +13,30 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch.session.session import Session
 
 JOINING = (
-    "Join with a compressed model: ranks whose data have run out would add gradients of zero that their residuals know "
-    "nothing of; give every rank as many batches (DistributedSampler with drop_last=True)"
+    "Join does not work with a compressed model: ranks without more data would add zero gradients without their "
+    "residuals. Give every rank the same number of batches (DistributedSampler with drop_last=True)"
 )
 SUPERSEDED = (
-    "the optimizer that this DistributedDataParallel model was registered with is gone; call register() with the "
-    "optimizer that is used now"
+    "the optimizer that this DistributedDataParallel model was registered with does not exist any more; call "
+    "register() with the present optimizer"
 )
-# model -> function that gives who takes its gradients, a session unless it is gone or DDP itself
+# model -> function that returns the taker of its gradients: a session, None if it is gone, or an OwnExchange
 _users: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class OwnExchange:
-    """What DDP does without a hook of others, or with half precision on the way.
+    """DDP's exchange without a hook, or in half precision.
 
     Args:
         group: process group of the model.
-        halves: whether sums are of half precision.
+        halves: whether gradients are summed in half precision.
     """
 
     def __init__(self, group: dist.ProcessGroup, halves: bool) -> None:
         self._group, self._halves = group, halves
 
     def carry(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket. torch's hook of fp16 divides before the sum, and loses what is small; this one after it."""
+        """Average a bucket. Torch's fp16 hook divides before the sum and loses small values; this one divides after."""
         if not self._halves:
             return default_hooks.allreduce_hook(self._group, bucket)
         buffer, workers = bucket.buffer(), self._group.size()
@@ -45,10 +45,10 @@ class OwnExchange:
 
 
 class HookState:
-    """What DDP gives to the hook: a reference to its model, which keeps nothing alive.
+    """The state that DDP passes to the hook: a weak reference to its model.
 
-    Who copies or saves the whole DistributedDataParallel copies this too. torch puts no hook into the copy, and so the
-    copy of this knows no model.
+    It is copied or saved with a DistributedDataParallel. The copy of the model has no hook, so the copy of this state
+    has no model.
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
@@ -59,7 +59,7 @@ class HookState:
 
 
 def install(model: DistributedDataParallel, session: Session) -> None:
-    """Let `session` have the gradients of `model`; of an earlier one it takes the place."""
+    """Deliver the gradients of `model` to `session`, in place of an earlier one."""
     _let_carry(model, weakref.ref(session))
 
 
@@ -71,7 +71,7 @@ def _let_carry(model: DistributedDataParallel, carrier: Callable[[], Any]) -> No
 
 
 def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
-    """From now on DDP exchanges the gradients of `model` itself; a session that had them gets none any more.
+    """Make DDP exchange the gradients of `model` itself from now on; an earlier session gets no more gradients.
 
     Args:
         model: model, compressed before or not.
@@ -96,18 +96,18 @@ def fall_back_to_ddp(model: DistributedDataParallel) -> None:
 
 
 def has_another(model: DistributedDataParallel) -> bool:
-    """Whether `model` has a hook that is not ours."""
+    """Return whether `model` has a hook that is not ours."""
     return any(hook is not exchange_hook for hook, _ in model._comm_hooks)
 
 
-# Without postponed annotations: DDP looks at them. As it is, where a script has compiled what calls backward().
+# This module has no postponed annotations, as DDP reads those of the hook. The hook is not compiled with backward().
 @torch.compiler.disable
 def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand over the gradients of a bucket to the session of its model.
+    """Pass the gradients of a bucket to the session of its model.
 
     Args:
-        state: that of the model.
-        bucket: bucket of DDP, in which several parameters lie; another one in the next step may hold others.
+        state: `HookState` of the model.
+        bucket: bucket of DDP with several parameters, which may change after the first step.
     """
     model = state.model()
     user = _users[model]()
@@ -122,14 +122,14 @@ def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP waits for where it gets a bucket back unchanged."""
+    """Return a completed future with the unchanged bucket."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def after_ddp(callback: Callable[[], None]) -> None:
-    """Call `callback` in this backward pass, once DDP has put the gradients back: in a callback, which comes later."""
+    """Call `callback` at the end of this backward pass, after DDP's callback, which fills ``p.grad``."""
     _after_backward(lambda: _after_backward(callback))
 
 

@@ -1,4 +1,4 @@
-"""Which models ``register`` takes, and how their parameters are called."""
+"""The models that ``register`` supports, their wrappers, and the names of their parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp.hook import has_another
 from dgc_horovod.torch.wrapping.checks import data_parallel_around
 
-COMPILED = "_orig_mod"  # what torch.compile puts before the name of what it has compiled
-_WRAPPED = (COMPILED, "_forward_module")  # the module that is called, of torch.compile and of Lightning's Fabric
+COMPILED = "_orig_mod"  # name of the inner module of torch.compile
+_WRAPPED = (COMPILED, "_forward_module")  # names of the inner module of torch.compile and of Lightning's Fabric
 _OPTIONS = (
     (lambda model: model.mixed_precision is not None, "mixed_precision; use torch.autocast"),
     (lambda model: model._use_python_reducer, 'optimize_ddp = "python_reducer" of torch._dynamo; leave it at True'),
@@ -22,26 +22,26 @@ _OPTIONS = (
     (lambda model: getattr(model, "skip_all_reduce_unused_params", False),
      "skip_all_reduce_unused_params=True; ranks would exchange different buckets; leave it out"),
     (lambda model: any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()),
-     "an optimizer in the backward pass; momentum correction is part of the optimizer's step"),
+     "an optimizer in the backward pass; compression needs the step() of a registered optimizer"),
 )  # fmt: skip
 
 
 def data_parallel(model: Any) -> DistributedDataParallel:
-    """The DistributedDataParallel model that was given, with what is around it.
+    """Return the DistributedDataParallel model in `model`, which may be wrapped.
 
     Raises:
-        ConfigError: it is none.
-        UnsupportedUse: it is sharded, or exchanges gradients in a way that no hook can replace.
+        ConfigError: there is none.
+        UnsupportedUse: the model is sharded, or exchanges gradients in a way that a hook cannot replace.
     """
     found = unwrapped(model)
     if not isinstance(found, DistributedDataParallel):
         if "FullyShardedDataParallel" in type(found).__name__ or hasattr(found, "unshard"):
             raise UnsupportedUse(
-                "the model is sharded (FSDP): each rank holds a part of every parameter, and what is compressed is "
-                "the gradient of replicas. Use DistributedDataParallel where a replica fits on a device; else see "
-                "HYBRID_SHARD of FSDP, whose exchange between nodes is not compressed"
+                "the model is sharded (FSDP): each rank has a part of every parameter, but only gradients of replicas "
+                "can be compressed. Use DistributedDataParallel if a replica fits on a device; else see HYBRID_SHARD "
+                "of FSDP, whose exchange between nodes is not compressed"
             )
-        remedy = "wrap it first, or give the optimizer of a plain model to dgc_horovod.torch.ddp.DistributedOptimizer"
+        remedy = "wrap it first, or pass the optimizer of a plain model to dgc_horovod.torch.ddp.DistributedOptimizer"
         if data_parallel_around(getattr(found, "parameters", tuple)()):
             remedy = (
                 "a DistributedDataParallel is around it already: pass that. transformers.Trainer has it in "
@@ -53,16 +53,16 @@ def data_parallel(model: Any) -> DistributedDataParallel:
             raise UnsupportedUse(f"this DistributedDataParallel has {what}")
     if has_another(found):
         raise UnsupportedUse(
-            "this DistributedDataParallel has a communication hook already, and can have one only; leave it out"
+            "this DistributedDataParallel has a communication hook already, but can have only one; remove it"
         )
     for name, module in found.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise UnsupportedUse(f"{name!r} has sparse gradients, which DDP gives to no hook; use sparse=False")
+            raise UnsupportedUse(f"{name!r} has sparse gradients, which DDP does not pass to hooks; use sparse=False")
     return found
 
 
 def unwrapped(model: Any) -> Any:
-    """What a wrapper calls that changes no gradient; any other model as it is."""
+    """Return the model inside wrappers that do not change gradients (torch.compile, Fabric)."""
     inner: Any = model
     while inner is not None:
         model, modules = inner, getattr(inner, "_modules", {})
@@ -71,9 +71,9 @@ def unwrapped(model: Any) -> Any:
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer that accelerate or Lightning's Fabric has wrapped, and steps; any other as it is.
+    """Return the torch optimizer inside a wrapper of accelerate or Lightning's Fabric; others unchanged.
 
-    Such a wrapper has no state of its own. One that has (Lookahead) changes what a step does.
+    Such a wrapper has no state of its own; wrappers with state (Lookahead) change the step.
     """
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer) and getattr(optimizer, "state", None) is inner.state:
@@ -82,16 +82,16 @@ def bare_optimizer(optimizer: Any) -> Any:
 
 
 def renew_step(optimizer: Any) -> None:
-    """Let accelerate's wrapper call the step() that there is now: under fp16 it keeps the one that it has found.
+    """Make accelerate's wrapper call the new step(): under fp16 it keeps a reference to the one from its construction.
 
-    It takes them anew where it is unpickled, and its own step() then leaves them on the torch optimizer.
+    Unpickling makes the wrapper take the methods again; its own step() then sets them on the torch optimizer.
     """
     if hasattr(optimizer, "_optimizer_patched_step_method"):
         optimizer.__setstate__({})
 
 
 def named_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """The parameters that DDP exchanges, by the names that they have in the model itself, compiled or not."""
+    """Return the parameters that DDP exchanges, with their names in the model itself, compiled or not."""
     ignored = model.parameters_to_ignore
     found = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
     return [(name.replace(f"{COMPILED}.", ""), p) for name, p in found]
@@ -104,19 +104,19 @@ def check_same_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[st
     missing = [name for p, name in exchanged.items() if p not in trained]
     if missing:
         raise UnsupportedUse(
-            f"{missing[0]!r} and {len(missing) - 1} others are in the model and not in the optimizer, and their "
-            "gradients would stay different on every rank; put them into the optimizer, or freeze them before DDP"
+            f"{missing[0]!r} and {len(missing) - 1} others are in the model but not in the optimizer, and their "
+            "gradients would differ between ranks; put them into the optimizer, or freeze them before DDP"
         )
     others = [tuple(p.shape) for p in trained if p not in exchanged]
     if others:
         raise UnsupportedUse(
-            f"{len(others)} parameters of the optimizer (shapes {others[:5]}) are none that this "
-            "DistributedDataParallel exchanges; give them an optimizer of their own"
+            f"{len(others)} parameters of the optimizer (shapes {others[:5]}) are not exchanged by this "
+            "DistributedDataParallel; give them an optimizer of their own"
         )
 
 
 def bare(model: Any) -> nn.Module:
-    """The model itself, without DDP, torch.compile and Fabric around it: its state has their names not."""
+    """Return the model inside DDP, torch.compile and Fabric, whose state has no prefixes of wrappers."""
     while isinstance(found := unwrapped(model), DistributedDataParallel):
         model = found.module
     return found

@@ -1,10 +1,10 @@
-"""``register`` and ``DistributedOptimizer`` over torch.distributed: the user's optimizer with methods of ours."""
+"""``register`` and ``DistributedOptimizer`` over torch.distributed, which add methods to the user's optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class Uncompressed:
     """DDP's own exchange of gradients.
 
     Args:
-        name: "none", or "fp16": gradients travel as half precision.
+        name: "none", or "fp16": gradients are sent in half precision.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,13 +60,13 @@ class Uncompressed:
     def __repr__(self) -> str:
         return f"Compression.{self.__name__}"
 
-    def compress(self, tensor: Any) -> Any:
-        """Raises UnsupportedUse: DDP compresses no tensor alone."""
-        raise UnsupportedUse(f"{self!r} is for register() and DistributedOptimizer of dgc_horovod.torch.ddp alone")
+    def compress(self, tensor: object) -> NoReturn:
+        """Raise UnsupportedUse: DDP does not compress single tensors."""
+        raise UnsupportedUse(f"{self!r} is for register() and DistributedOptimizer of dgc_horovod.torch.ddp only")
 
-    def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Raises UnsupportedUse: see `compress`."""
-        return self.compress(tensor)
+    def decompress(self, tensor: object, ctx: object) -> NoReturn:
+        """Raise UnsupportedUse: see `compress`."""
+        self.compress(tensor)
 
 
 class DGCCompressor(ConfiguredCompressor):
@@ -76,7 +76,7 @@ class DGCCompressor(ConfiguredCompressor):
 
 
 class Compression(Presets):
-    """What to send. ``none`` and ``fp16`` leave the exchange to DDP; each other takes any field of DGCConfig."""
+    """Compression methods. ``none`` and ``fp16`` leave the exchange to DDP; the others take any field of DGCConfig."""
 
     compressor = DGCCompressor
     none = Uncompressed("none")
@@ -84,12 +84,12 @@ class Compression(Presets):
 
 
 ANOTHERS_STEP = (
-    "this step() was taken from the optimizer before register() or DistributedOptimizer(), and knows nothing of the "
-    "exchange. Take it afterwards. accelerate takes it under fp16: pass register() what accelerator.prepare() has "
-    "returned (trainer.optimizer), and not what is inside"
+    "this step() was taken from the optimizer before register() or DistributedOptimizer(), and does not wait for the "
+    "exchange. Take it afterwards. accelerate takes it under fp16: pass the optimizer that accelerator.prepare() has "
+    "returned (trainer.optimizer) to register(), not its inner optimizer"
 )
 COMPRESSES = (
-    "this optimizer compresses, and what it keeps is a part of its training; for Compression.none or .fp16 make a new "
+    "this optimizer compresses, and its residuals are a part of the training; for Compression.none or .fp16 make a new "
     "torch optimizer, and load this one's state_dict() after flush()"
 )
 
@@ -100,26 +100,26 @@ def register(
     compression: Any = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Let DDP's gradients go through `compression`, and `optimizer` step with what comes of them.
+    """Compress the gradients of a DDP model, and step `optimizer` with the exchanged updates.
 
-    DDP's allreduce is replaced by its communication hook. `optimizer` stays the object that it is, and its class
-    becomes one over its own. Training goes on as before: ``backward`` exchanges, outside of ``no_sync``.
+    DDP's communication hook replaces its allreduce. `optimizer` stays the same object; its class becomes a derived one.
+    The training loop is unchanged: ``backward`` exchanges, outside of ``no_sync``.
 
     Args:
         model: DistributedDataParallel model, also with torch.compile or Lightning's Fabric around it.
-        optimizer: torch optimizer of all its parameters that require a gradient, and of no others; also with what
-            accelerate or Fabric has put around it.
+        optimizer: torch optimizer of exactly the model's parameters that require a gradient; also wrapped by accelerate
+            or Fabric.
         compression: ``Compression.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig; None: ``Compression.dgc()``;
             ``Compression.none`` and ``.fp16`` leave the exchange to DDP.
-        process_group: ranks that take part; None: those of the model.
+        process_group: ranks that take part; None: the ranks of the model.
 
     Returns:
-        What was given as `optimizer`. The torch optimizer has ``compression_stats()``, ``set_epoch()``, ``flush()``,
+        The argument `optimizer`. The torch optimizer has ``compression_stats()``, ``set_epoch()``, ``flush()``,
         ``residual_state_dict()`` and ``load_residual_state_dict()`` now.
 
     Raises:
         ConfigError: an argument is out of range.
-        UnsupportedUse: a combination that would train wrongly.
+        UnsupportedUse: a combination of arguments that is not supported, or would train wrongly.
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
     given, optimizer = optimizer, bare_optimizer(optimizer)
@@ -145,7 +145,7 @@ def register(
 
 
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
-    """Leave `optimizer` as it is, with what a checkpoint needs; DDP exchanges its gradients."""
+    """Leave the exchange of `optimizer` to DDP; add only the data for checkpoints."""
     leave_to_ddp(model, halves)
     optimizer._dgc = UncompressedOptimizer(group, _names_of(named_parameters(model)))
 
@@ -155,7 +155,7 @@ def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
     with _alike(group), without_a_choice(may_stay):
         found = data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
-            raise UnsupportedUse("process_group has other ranks than the one that DistributedDataParallel was given")
+            raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")
         named = named_parameters(found)
         check_same_parameters(optimizer, named)
         known = {p for _, p in named}
@@ -179,22 +179,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
-    """For a plain model on every rank, without DDP: every step of `optimizer` uses the gradients of all ranks.
+    """Make every step of `optimizer` use the gradients of all ranks, for a plain model without DDP.
 
-    The script broadcasts the weights before the first step (``torch.distributed.broadcast``), as with Horovod.
+    The script must broadcast the weights before the first step (``torch.distributed.broadcast``), as with Horovod.
 
     Args:
-        optimizer: torch optimizer; it stays the object that it is, and its class becomes one over its own.
+        optimizer: torch optimizer; it stays the same object, and its class becomes a derived one.
         named_parameters: ``model.named_parameters()``; names must be unique and the same on every rank.
         compression: ``Compression.dgc(...)``, ``.topk(...)``, ..., or a DGCConfig; None: ``Compression.dgc()``.
         backward_passes_per_step: number of backward passes summed before one exchange, >= 1.
         average: whether gradients are averaged (True) or summed.
         process_group: ranks that take part; None: all.
         sparse_as_dense: whether sparse gradients are compressed as dense ones.
-        grad_scaler: GradScaler of the script; residuals are then kept in unscaled units.
+        grad_scaler: GradScaler of the script; residuals are then unscaled.
 
     Returns:
-        `optimizer`, with the methods that `register` gives, ``synchronize()`` and ``skip_synchronize()``.
+        `optimizer`, with the methods that `register` adds, ``synchronize()`` and ``skip_synchronize()``.
 
     Raises:
         ConfigError, UnsupportedUse, RankMismatch: see `register`.
@@ -202,7 +202,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = config_of(Compression.dgc() if compression is None else compression)
     group = _group_of(process_group)
     if config is None:
-        raise ConfigError(f"{compression!r} leaves the exchange to DDP, and there is none: use DDP and register()")
+        raise ConfigError(f"{compression!r} leaves the exchange to DDP, but there is no DDP: use DDP and register()")
     with _alike(group):
         check_whole("backward_passes_per_step", backward_passes_per_step, 1)
         if config.automatic:
@@ -217,12 +217,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _group_of(theirs: Any) -> Group:
-    """Our own group of the same ranks, or of all."""
+    """Return our own group of the same ranks; None: of all ranks."""
     if not dist.is_initialized():
         raise UnsupportedUse("call torch.distributed.init_process_group() before, and start the script with torchrun")
-    if theirs is not None and dist.get_rank(theirs) < 0:  # what new_group gives there is a number, and no group
+    if theirs is not None and dist.get_rank(theirs) < 0:  # there new_group returns a number
         raise UnsupportedUse(
-            f"rank {dist.get_rank()} is not in the process_group that it was given; leave the call out on this rank"
+            f"rank {dist.get_rank()} is not in the given process_group; do not call this function on this rank"
         )
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
 
@@ -242,7 +242,7 @@ def _checked(
     sparse: bool = False,
     averages: bool = True,
 ) -> Kind:
-    """What its session is made of, or an error for what cannot be compressed, or recorded, here."""
+    """Return the parts of the session, or raise an error if the optimizer cannot be compressed, or recorded, here."""
     checked_names(optimizer, named)
     check_optimizer(optimizer, sparse)
     check_parameters(optimizer, named)
@@ -253,9 +253,9 @@ def _checked(
 
 
 def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -> None:
-    """Give `optimizer` a session, and the methods of a class one level over its own.
+    """Give `optimizer` a session, and the methods of a class derived from its own.
 
-    Who has taken a method of it before comes to ours; a step that does not is an error.
+    Earlier references to its methods are redirected to ours; a step that bypasses them is an error.
     """
     own = type(optimizer)
     with _undone_on_error(optimizer):
@@ -274,7 +274,7 @@ def _only_ours(optimizer: Any, *_: Any) -> None:
 
 @contextmanager
 def _undone_on_error(optimizer: Any) -> Iterator[None]:
-    """Let `optimizer` be what it was, where it cannot be registered: the script may go on without compression."""
+    """Restore `optimizer` after an error, so that the script may continue without compression."""
     own, before = type(optimizer), dict(vars(optimizer))
     try:
         yield
@@ -286,5 +286,5 @@ def _undone_on_error(optimizer: Any) -> Iterator[None]:
 
 
 def _names_of(named: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
-    """Names by parameter, in the order in which Horovod has them, of which checkpoints keep a digest."""
+    """Return names by parameter, in Horovod's order, of which checkpoints have a digest."""
     return {p: name for name, p in sorted(named, key=lambda entry: entry[0])}

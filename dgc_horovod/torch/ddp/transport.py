@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed, on host memory, in a process group of our own."""
+"""Collectives of torch.distributed on host memory, in a process group of our own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
 
-_PAUSE = 0.01  # seconds between two looks into the store
+_PAUSE = 0.01  # seconds between two polls of the store
 
 
 class _Started(NamedTuple):
-    """A collective under way: its name, torch's handle, the tensor that gets the result, a factor that is to come."""
+    """A collective under way: its name, torch's handle, the tensor that gets the result, the factor of the result."""
 
     name: str
     work: Any
@@ -34,12 +34,12 @@ class _Started(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Connections of our own between some ranks, which end when nothing refers to them any more.
+    """Connections of our own between some ranks, which are closed when there is no reference to them.
 
     Args:
-        ranks: its ranks, as torch.distributed numbers all, in ascending order.
-        rank: index of this one among them.
-        gloo: torch's Gloo backend; None where there is nobody to talk to.
+        ranks: global ranks, in ascending order.
+        rank: index of this rank in `ranks`.
+        gloo: torch's Gloo backend; None with one rank.
     """
 
     ranks: list[int]
@@ -48,20 +48,18 @@ class Group(NamedTuple):
 
 
 def new_group(ranks: Sequence[int], seconds: float, connecting: float | None = None) -> Group:
-    """Connect `ranks`, each of which calls this, so that no collective of the script, or of DDP, comes between ours.
+    """Connect `ranks`, each of which calls this, in a group apart from the collectives of the script and of DDP.
 
-    Packets are made on the host and read there, also of a model whose DDP talks over NCCL. torch.distributed does not
-    know of the group: it counts those that it knows, and names others by their number, so that every rank would have to
-    end ours at the same moment.
+    Packets are in host memory, also for a model whose DDP uses NCCL. The group is not registered in torch.distributed,
+    which names new groups by the number of its groups, so that every rank would have to close ours at the same moment.
 
     Args:
-        ranks: ranks of the group, as torch.distributed numbers all.
-        seconds: time to wait for all of them, and in which each collective must end, > 0; a process that ends waits for
-            it too.
-        connecting: time that they have to connect, from when all are there, > 0; None: DGC_TIMEOUT.
+        ranks: global ranks of the group.
+        seconds: time to wait for all ranks, and limit of each collective, > 0; a process that ends may wait as long.
+        connecting: time to connect after all ranks are there, > 0; None: DGC_TIMEOUT.
 
     Raises:
-        CollectiveTimeout: one of them did not come, or cannot be reached.
+        CollectiveTimeout: a rank did not come, or cannot be reached.
     """
     members, own = sorted(ranks), dist.get_rank()
     if len(members) == 1:
@@ -74,7 +72,7 @@ def new_group(ranks: Sequence[int], seconds: float, connecting: float | None = N
         arguments = dist.PrefixStore(name, shared), members.index(own), len(members), limit
         gloo = _within(connecting or envvars.timeout_seconds(), dist.ProcessGroupGloo, *arguments)
         return Group(members, members.index(own), gloo)
-    except (RuntimeError, TimeoutError) as error:  # of torch's store, which knows of keys alone
+    except (RuntimeError, TimeoutError) as error:  # raised by torch's store; its text names only keys
         raise CollectiveTimeout(
             f"rank {own} waited {time.monotonic() - begin:.0f} s for register() or save_checkpoint(), "
             "which every rank must call. If all did, they cannot reach each other: set GLOO_SOCKET_IFNAME to the "
@@ -83,11 +81,11 @@ def new_group(ranks: Sequence[int], seconds: float, connecting: float | None = N
 
 
 def _agreed_name(store: dist.Store, own: int, members: list[int], deadline: float) -> str:
-    """A name that no group has had before, the same on every member.
+    """Agree on a new name for the group, the same on every member.
 
-    torchrun gives the processes that it starts again the store of those before, and Gloo would connect to the addresses
-    that dead ones have written there. So the first member answers what the others have drawn by a name. A rank takes
-    an answer that holds what it has drawn itself, and says so; the first one answers until all have done so.
+    After a restart by torchrun processes get the store of the processes before, and Gloo would connect to the addresses
+    of dead ones. So each member draws a random text, and the first member answers with a name and all texts that it has
+    read. A member accepts an answer with its own text, and confirms it; the first answers until all have confirmed.
     """
     drawn = uuid.uuid4().hex
     if own == members[0]:
@@ -111,10 +109,10 @@ def _read(store: dist.Store, key: str, deadline: float) -> str:
 
 
 def _within(seconds: float, connect: Callable[..., Any], *arguments: Any) -> Any:
-    """What `connect` returns; in a thread, as Gloo may try on beyond its own limit where an address refuses.
+    """Call `connect` in a thread with a time limit: Gloo may exceed its own limit if an address refuses connections.
 
     Raises:
-        TimeoutError: it has not returned.
+        TimeoutError: it has not returned in time.
     """
     done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
@@ -135,7 +133,7 @@ def _within(seconds: float, connect: Callable[..., Any], *arguments: Any) -> Any
 
 
 class ProcessGroupCollectives(Collectives):
-    """`Collectives` by torch.distributed. Collectives have no names there: all ranks start them in one order.
+    """`Collectives` over torch.distributed, which has no names of collectives: all ranks start them in one order.
 
     Args:
         group: see `new_group`; N is its size.
@@ -185,7 +183,7 @@ class ProcessGroupCollectives(Collectives):
         return self._started("broadcast", full_name, sent, root, result=sent, home=home)
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
-        """See `Collectives`: all that is sent is padded to the longest."""
+        """See `Collectives`; all data are padded to the longest."""
         sizes = self.wait(self.allgather(torch.tensor([len(data)]), f"{name}.lengths")).tolist()
         longest = max(1, *sizes)
         own = np.zeros(longest, np.uint8)
@@ -194,10 +192,10 @@ class ProcessGroupCollectives(Collectives):
         return [part[:size] for part, size in zip(cut(found, [longest] * len(sizes)), sizes, strict=True)]
 
     def meet(self, name: str) -> None:
-        """Wait until every rank is here, before collectives that a script may call on one rank alone.
+        """Wait for every rank, before collectives that a script may call on one rank only.
 
-        Collectives of different sizes that meet, as they are matched by their order, end a process. Gloo tells those of
-        two kinds apart, and a barrier is of a kind that nothing else here is of: whoever is elsewhere waits too.
+        Collectives are matched by order, and two of different sizes end a process. Gloo distinguishes kinds, and
+        barriers are used only here: a rank that is elsewhere waits too, until the timeout.
         """
         if self.workers > 1:
             self.wait(self._started("barrier", self._full_name(name), result=torch.empty(0)))
@@ -228,10 +226,10 @@ class ProcessGroupCollectives(Collectives):
         return handle.result if handle.factor == 1 else handle.result.mul_(handle.factor)
 
     def _failed(self, name: str, error: Exception) -> DGCError:
-        """The library's own time limit is ours; everything else means that a connection is gone.
+        """Return a timeout error for Gloo's time limit, which is ours, else LostRank: the connection is lost.
 
-        Gloo has two words for its limit: "timed out" of the collective that waited too long, and "application timeout
-        caused pair closure" of every other one that was under way, which may be the one that is asked for first.
+        Gloo reports its limit as "timed out" for the collective that waited too long, and as "application timeout
+        caused pair closure" for all others under way, which may be waited for first.
         """
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "timed out" in text.lower():
