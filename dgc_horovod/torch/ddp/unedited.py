@@ -1,4 +1,4 @@
-"""DDP in scripts that nobody has edited: each optimizer is registered between its first step and its second."""
+"""DDP in unmodified scripts: each optimizer is registered between its first and its second step."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _MOST_NAMED = 20
 
 
 class Listener(Protocol):
-    """Who is told what has come of it."""
+    """Callbacks for the events of `Unedited`."""
 
     def found(self) -> None:
-        """The script has made a DistributedDataParallel."""
+        """Called when the script has made a DistributedDataParallel."""
 
     def has_wrapped(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of `optimizer` go through the compression now."""
+        """Called when the gradients of `optimizer` are compressed from now on."""
 
     def refuse(self, reason: str) -> None:
-        """Some do not, for a `reason` that is the same on every rank."""
+        """Called when an optimizer is not compressed, with the `reason`, the same on every rank."""
 
 
 def place() -> tuple[int, int]:
-    """Index of this rank, and the number of ranks."""
+    """Return the index of this rank, and the number of ranks."""
     return dist.get_rank(), dist.get_world_size()
 
 
 def agree(problem: str, settings: Mapping[str, str], seconds: float) -> str:
-    """Why these ranks do not compress, in the same words on each; "" if all are active, with the same settings.
+    """Return why these ranks do not compress, the same text on each; "" if all are active, with the same settings.
 
-    A rank that is not active knows nothing of this, so that the others wait for it until their time is over.
+    A rank that is not active does not call this; the other ranks then wait for `seconds`.
 
     Args:
         problem: why this rank cannot compress; "" if it can.
@@ -67,7 +67,7 @@ def agree(problem: str, settings: Mapping[str, str], seconds: float) -> str:
         told = ProcessGroupCollectives(group, "active", seconds).gather_bytes(own, "settings")
     except DGCError as error:
         absent = [f"rank {r}" for r in range(workers) if not present.check([str(r)])]
-        if not absent:  # a restarted job may find what dead ranks have put there
+        if not absent:  # a restarted job may find the keys of dead ranks
             return str(error)
         more = " and more" * (len(absent) > _MOST_NAMED)
         return ABSENT.format(ranks=", ".join(absent[:_MOST_NAMED]) + more, workers=workers, seconds=seconds)
@@ -75,7 +75,7 @@ def agree(problem: str, settings: Mapping[str, str], seconds: float) -> str:
 
 
 def _difference(told: list[dict[str, Any]]) -> str:
-    """What keeps ranks that have `told` their problems and settings from compressing; "" if nothing does."""
+    """Return why ranks with these problems and settings do not compress; "" if they do."""
     problems = [each["problem"] for each in told]
     if len(set(problems)) == 1:
         first = told[0]["settings"]
@@ -88,18 +88,18 @@ def _difference(told: list[dict[str, Any]]) -> str:
 
 
 class Unedited:
-    """The DDP models and the optimizers of this process, from now on.
+    """Observes the DDP models and optimizers that this process makes from now on, and registers the optimizers.
 
     An optimizer that trains parameters of a DDP model is registered with it after its first step, which is DDP's own.
-    ``register`` compares what every rank has, so that all go over between the same two steps, or none does.
+    ``register`` compares the ranks, so that all change to compression between the same two steps, or none does.
 
     Args:
-        compression: as for `register`.
-        listener: who is told what has come of it.
+        compression: see `register`.
+        listener: receiver of events.
     """
 
     def __init__(self, compression: Any, listener: Listener) -> None:
-        self.active = True  # whether the ranks have agreed, the last time that they have met
+        self.active = True  # result of the last agreement of the ranks
         self._compression, self._listener = compression, listener
         self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -115,7 +115,7 @@ class Unedited:
         register_optimizer_step_post_hook(torch.compiler.disable(self._stepped))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Torch calls this at the end of every step of every optimizer."""
+        """Register an optimizer after its first step; torch calls this at the end of every step of every optimizer."""
         if optimizer in self._seen or not self.active or _is_trial(optimizer):
             return
         self._seen.add(optimizer)
@@ -127,7 +127,7 @@ class Unedited:
             self._register(model, optimizer)
 
     def _alive(self) -> Iterator[DistributedDataParallel]:
-        """The models that there still are, the newest first: a script may wrap one again."""
+        """Yield the models that still exist, the newest first: a script may wrap a model again."""
         found = [model for reference in reversed(self._models) if (model := reference()) is not None]
         self._models = [weakref.ref(model) for model in reversed(found)]
         yield from found
@@ -143,7 +143,7 @@ class Unedited:
 
 
 def _is_trial(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step only filled the state, on this rank alone: see `wrapping.steps.is_trial`."""
+    """Return whether the step only filled the state, on this rank only; see `wrapping.steps.is_trial`."""
     groups = optimizer.param_groups
     return not any(group.get("lr", 1) for group in groups) and not any(_gradients(groups))
 
@@ -153,6 +153,6 @@ def _gradients(groups: Iterable[Mapping[str, Any]]) -> Iterator[bool]:
 
 
 def _inside(outer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Optimizers that `outer` steps (Lookahead has one), and that are registered themselves."""
+    """Return optimizers inside `outer` (Lookahead has one) that are registered themselves."""
     held = vars(outer).values()
     return [inner for inner in held if isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_dgc")]

@@ -1,4 +1,4 @@
-"""Compression inside of other libraries' training loops: their checkpoints carry every rank's residuals."""
+"""Compression inside other libraries' training loops: their checkpoints include every rank's residuals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dgc_horovod.torch.ddp.models import bare_optimizer
 from dgc_horovod.torch.ddp.optimizer import register
 from dgc_horovod.torch.session.session import session_of
 
-RESIDUALS = "dgc_residuals"  # the folder inside of a checkpoint
+RESIDUALS = "dgc_residuals"  # name of the folder in a checkpoint
 _log = logging.getLogger("dgc_horovod")
 
 
@@ -28,7 +28,7 @@ def begin(model: torch.nn.Module, optimizer: Optimizer, compression: Any) -> boo
         model, optimizer, compression: see `register`.
 
     Returns:
-        False, with one line, where there is one process: it exchanges nothing.
+        False, with a warning, if there is one process, which exchanges nothing.
 
     Raises:
         ConfigError, UnsupportedUse, RankMismatch: see `register`.
@@ -44,12 +44,12 @@ def begin(model: torch.nn.Module, optimizer: Optimizer, compression: Any) -> boo
 
 
 def save_beside(checkpoint: str | Path, optimizer: Optimizer, name: str = RESIDUALS) -> None:
-    """Save every rank's residuals in a folder of a checkpoint that another library writes; called on every rank.
+    """Save every rank's residuals in a folder of another library's checkpoint; call it on every rank.
 
     Args:
-        checkpoint: its folder.
-        optimizer: as it was given to ``register``.
-        name: of the folder inside.
+        checkpoint: folder of the checkpoint.
+        optimizer: optimizer that was passed to ``register``.
+        name: name of the folder for residuals.
 
     Cost: see `save_residuals`.
     """
@@ -57,14 +57,14 @@ def save_beside(checkpoint: str | Path, optimizer: Optimizer, name: str = RESIDU
 
 
 def resume(checkpoints: Sequence[str | Path], optimizer: Optimizer, name: str = RESIDUALS) -> None:
-    """Load residuals that `save_beside` has saved, from the first checkpoint that has some; called on every rank.
+    """Load residuals of `save_beside` from the first checkpoint that has some; call it on every rank.
 
-    Rank 0 says which one that is. Where none has any, residuals start at zero, and one line says so.
+    Rank 0 chooses the checkpoint. If none has residuals, they start at zero, with a warning.
 
     Args:
         checkpoints: folders where the checkpoint may be.
-        optimizer: registered, with its state loaded.
-        name: of the folder inside.
+        optimizer: registered optimizer with its state loaded.
+        name: name of the folder for residuals.
     """
     found = next((str(Path(each) / name) for each in checkpoints if (Path(each) / name).is_dir()), "")
     folder = shared_from(member_of(optimizer).collectives, found.encode(), "residuals").decode()

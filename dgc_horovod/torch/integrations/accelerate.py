@@ -1,4 +1,4 @@
-"""Compression for Hugging Face's accelerate: ``save_state`` and ``load_state`` carry every rank's residuals."""
+"""Compression for Hugging Face's accelerate: ``save_state`` and ``load_state`` include every rank's residuals."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def compress(
     ``compress(accelerator, model, optimizer, Compression.dgc(density=0.01))``, after ``accelerator.prepare``.
 
     Args:
-        accelerator: that has prepared both.
-        model, optimizer: as ``accelerator.prepare`` has returned them.
-        compression: as for `register`.
-        name: of the folder in each checkpoint; another one for each optimizer.
+        accelerator: accelerator that has prepared model and optimizer.
+        model, optimizer: results of ``accelerator.prepare``.
+        compression: see `register`.
+        name: name of the folder in each checkpoint; it must differ between optimizers.
 
     Raises:
         ConfigError, UnsupportedUse, RankMismatch: see `register`.
@@ -44,7 +44,7 @@ def compress(
 
     @functools.wraps(stock)
     def load_state(*args: Any, **named: Any) -> None:
-        stock(*args, **named)  # which loads the optimizer's state, and with it clears residuals
+        stock(*args, **named)  # it loads the optimizer's state, which clears residuals
         integrations.resume([folders.pop()], optimizer, name)
 
     accelerator.load_state = load_state

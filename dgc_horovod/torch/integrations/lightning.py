@@ -13,7 +13,7 @@ from dgc_horovod.torch import integrations
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
-else:  # the same library by its older name
+else:  # the older name of the library
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 
@@ -21,10 +21,10 @@ class CompressCallback(Callback):
     """Compress the gradients of a Trainer with ``strategy="ddp"``.
 
     ``Trainer(strategy="ddp", callbacks=[CompressCallback(Compression.dgc(density=0.01))])``. Beside each checkpoint
-    ``NAME.ckpt`` there is a folder ``NAME.ckpt.dgc`` with the residuals of every rank. It is removed with it.
+    ``NAME.ckpt`` there is a folder ``NAME.ckpt.dgc`` with the residuals of every rank; both are removed together.
 
     Args:
-        compression: as for `register`.
+        compression: see `register`.
 
     Raises:
         UnsupportedUse: there is more than one optimizer.
@@ -36,11 +36,11 @@ class CompressCallback(Callback):
         self.compression = compression
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the optimizer; load residuals where training resumes."""
+        """Register the optimizer; load residuals if training resumes."""
         if len(trainer.optimizers) != 1:
             raise UnsupportedUse(
-                f"CompressCallback compresses one optimizer, and there are {len(trainer.optimizers)}; call register() "
-                "for each of them and its DistributedDataParallel model"
+                f"CompressCallback compresses one optimizer, got {len(trainer.optimizers)}; call register() for "
+                "each of them and its DistributedDataParallel model"
             )
         optimizer, strategy = trainer.optimizers[0], trainer.strategy
         assert strategy.model is not None

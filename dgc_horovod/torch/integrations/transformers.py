@@ -14,12 +14,12 @@ class CompressCallback(TrainerCallback):
     """Compress the gradients of a Trainer, started by torchrun.
 
     ``trainer.add_callback(CompressCallback(trainer, Compression.dgc(density=0.01)))``, before ``trainer.train()``.
-    Each ``checkpoint-N`` gets a folder ``dgc_residuals`` with a file of every rank. Where training resumes from it,
-    with as many ranks, it goes on bit for bit.
+    Each ``checkpoint-N`` gets a folder ``dgc_residuals`` with a file of every rank. Training that resumes from it with
+    the same number of ranks continues bit for bit.
 
     Args:
-        trainer: the Trainer that is to be compressed.
-        compression: as for `register`.
+        trainer: Trainer to compress.
+        compression: see `register`.
 
     Cost: see `save_residuals`, at each checkpoint.
     """
@@ -30,7 +30,7 @@ class CompressCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Register the optimizer; load residuals where training resumes."""
+        """Register the optimizer; load residuals if training resumes."""
         trainer = self.trainer
         assert trainer.optimizer is not None
         self.active = integrations.begin(trainer.model_wrapped, trainer.optimizer, self.compression)
@@ -40,7 +40,7 @@ class CompressCallback(TrainerCallback):
             integrations.resume([*folders, _checkpoint(args, state)], trainer.optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Save residuals into the checkpoint that the Trainer has just written."""
+        """Save residuals in the checkpoint that the Trainer has written."""
         if self.active:
             assert self.trainer.optimizer is not None
             integrations.save_beside(_checkpoint(args, state), self.trainer.optimizer)

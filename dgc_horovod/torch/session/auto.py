@@ -60,7 +60,7 @@ class AutoTuned(EveryStep):
         if not self.stock:
             return super().hand_over(p)
         if p.grad is not None and not (p.grad.is_sparse or p.grad.is_contiguous()):
-            p.grad = p.grad.contiguous()  # Horovod takes no other: those of channels_last are not
+            p.grad = p.grad.contiguous()  # as Horovod needs; gradients in channels_last are not contiguous
         self.add_owed(p, p.grad)
         return self.own.start(p)
 

@@ -261,7 +261,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         return self.strategy.extend(self.own("state_dict")(*args, **kwargs))
 
     def _tell_of_residuals(self) -> None:
-        """Say once that ``state_dict()`` holds no residuals, if there are some and nobody saves them in another way."""
+        """Warn once that ``state_dict()`` has no residuals, if there are some that are not saved in another way."""
         if self.saves_residuals or self.carrier.elastic or LEFT_OUT in self.told or not self.speaks:
             return
         if self._keeps_any():
