@@ -64,7 +64,7 @@ def test_a_parameter_that_is_left_out_later_is_told_of(ranks):
     """Three causes were named, and none was the one."""
     first, second = (dict(rank["ddp_habits.left_out_later"]) for rank in ranks)
     assert first == second
-    assert "no gradient for 'right.weight', 'right.bias', and Distributed" in first["frozen, False"]
+    assert "no gradient for 'right.weight', 'right.bias', but Distributed" in first["frozen, False"]
     assert "left out a parameter (find_unused_parameters=True" in first["accumulated, False"]
     assert len(first["frozen, True"]) == len(first["accumulated, True"]) == 64  # it was trained
 
