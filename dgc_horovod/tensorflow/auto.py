@@ -1,4 +1,4 @@
-"""``Compression.auto`` in a graph: what ranks compare, and the branches of the exchange that the clock chooses."""
+"""``Compression.auto`` in a graph: comparisons of the ranks' times, and the branches of the exchange that is chosen."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient
 
-HANDED_BACK = "handed back"  # a dense step, before which all that ranks have kept is applied
-BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # a step is one of them, by its number
-_NOTHING, _COMPARING, _MEETING = range(3)  # what the ranks do before a step
+HANDED_BACK = "handed back"  # a dense step, before which the ranks' residuals are applied
+BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # kinds of a step, by number
+_NOTHING, _COMPARING, _MEETING = range(3)  # actions of the ranks before a step
 
 
 class GraphChoice(StatePart):
-    """`Choice` of one optimizer.
+    """The `Choice` of one optimizer, in its graph.
 
     Args:
         steps: steps of its exchange on this rank.
 
     Attributes:
-        choice: what is chosen.
-        holds: whether the engines may hold what is to be handed back before steps are the optimizer's own.
+        choice: trial of the exchanges.
+        holds: whether the engines may hold state that must be handed back before the optimizer's own steps.
     """
 
     def __init__(self, steps: HostSteps) -> None:
@@ -49,7 +49,7 @@ class GraphChoice(StatePart):
         self._steps, self._collectives, self._buckets = steps, steps.collectives, steps.buckets
         self.choice = Choice(steps.buckets, STOCK, bool(hvd.gloo_enabled()))
         self.holds = False
-        self._seen = steps.buckets.steps  # of these the times have been noted
+        self._seen = steps.buckets.steps  # number of steps whose times were counted
         self._given_at = self._waited = 0.0
         self._asks = False  # whether the link is to be timed, see `Choice.compare`
         self._buckets.counts.mode = DENSE
@@ -57,14 +57,14 @@ class GraphChoice(StatePart):
     # -- between two steps
 
     def put(self, state: ResidualState) -> None:
-        """See `StatePart`: what was chosen, if anything was."""
+        """See `StatePart`: the choice, if it was made."""
         trial = self.choice.trial
         state.mode = trial.mode if trial.ended else UNDECIDED
         if self.choice.given_up:
             state.mode = UNDECIDED if self.holds else DENSE
 
     def follow(self, other: GraphChoice) -> None:
-        """`other` may hold what waits of these variables: it is handed back here."""
+        """Hand back the state of `other` too, which may hold residuals of these variables."""
         self.holds |= other.holds
         self._seen = self._buckets.steps
 
@@ -77,7 +77,7 @@ class GraphChoice(StatePart):
     # -- before a step
 
     def __call__(self, iterations: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Which of `BRANCHES` the step takes, and whether `expected` is wanted in it.
+        """Return the number of the step's branch in `BRANCHES`, and whether it needs `expected`.
 
         Args:
             iterations: number of steps that the optimizer has made.
@@ -108,7 +108,7 @@ class GraphChoice(StatePart):
 
     def _due(self) -> int:
         choice = self.choice
-        if self._buckets.steps != self._seen:  # one has ended
+        if self._buckets.steps != self._seen:  # a step has ended
             self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
             if choice.step_ended(time.perf_counter(), waited):
                 return _COMPARING
@@ -129,7 +129,7 @@ class GraphChoice(StatePart):
         return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
 
     def handed_back(self, _: np.ndarray) -> list[Any]:
-        """All that was kept is in the optimizer's slots, in the weights, and in the gradients of the step."""
+        """Note that the engines' state is in the optimizer's slots, the weights, and the gradients of the step now."""
         self.holds = False
         self._buckets.second.clear()
         self._steps.take_over_again()
@@ -138,13 +138,13 @@ class GraphChoice(StatePart):
     # -- the optimizer's own step
 
     def given(self, _: np.ndarray) -> list[Any]:
-        """All gradients of this rank are there: now it waits for the others'."""
+        """Note that all gradients of this rank are there, and that it waits for the others'."""
         self._collectives.watch.arm(self._collectives.full_name("gradients"))
         self._given_at = time.perf_counter()
         return [np.bool_(True)]
 
     def ended(self, _: np.ndarray) -> list[Any]:
-        """Those of all ranks are there."""
+        """Note that the gradients of all ranks are there."""
         self._waited = time.perf_counter() - self._given_at
         self._collectives.watch.disarm()
         self.choice.count()
@@ -156,7 +156,7 @@ class GraphChoice(StatePart):
         return self._summed("times", [0.0], self._own, self._compare)
 
     def _met(self) -> tf.Tensor:
-        """No rank may be in join while gradients are compressed: all are asked before the first such step."""
+        """Check, before the first compressed step, that no rank is in join."""
         return self._summed("all", [0.0], lambda _: [np.ones(1)], self._meet)
 
     def _meet(self, ranks: np.ndarray) -> list[Any]:
@@ -172,15 +172,15 @@ class GraphChoice(StatePart):
         return [np.bool_(True)]
 
     def expected(self) -> tf.Tensor:
-        """Time the link, and find what a compressed step would take: in a dense step whose gradients have arrived.
+        """Time the link, and predict the time of a compressed step; in a dense step, after its gradients have arrived.
 
-        Before, forward and backward pass would take the threads that a small allreduce needs.
+        Earlier, forward and backward pass would use the threads that a small allreduce needs.
         """
         clock: list[tf.Tensor] = []
         received = tf.zeros([1])
         for numel in (1, self.choice.probed):
-            for i in range(1 + REPEATS):  # the first time all ranks get there, and Horovod learns the name
-                # made by the call: TensorFlow would do a collective on a constant once, when it optimizes the graph
+            for i in range(1 + REPEATS):  # the first one is not timed: ranks arrive, and Horovod learns the name
+                # made by a call: TensorFlow would run a collective on a constant once, when it optimizes the graph
                 began, sent = self._call(partial(self._begin_probe, numel), [received[:1]], [tf.float64, tf.float32])
                 received = self._collectives.allreduce(sent, f"auto.link.{numel}.{i}")
                 clock.append(began)
@@ -207,7 +207,7 @@ class GraphChoice(StatePart):
     def _summed(
         self, name: str, inputs: Sequence[Any], give: Callable[..., Any], take: Callable[..., Any]
     ) -> tf.Tensor:
-        """True, after ``take(sums)`` of the sums over the ranks of the vectors ``give(*inputs)``."""
+        """Return True after calling ``take`` with the sum over the ranks of the vectors ``give(*inputs)``."""
 
         def giving(*arguments: np.ndarray) -> list[Any]:
             self._collectives.watch.arm(self._collectives.full_name(f"auto.{name}"))
@@ -226,15 +226,15 @@ class GraphChoice(StatePart):
 
 
 def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None) -> Settings:
-    """`settings` of an exchange that is to be chosen, now that the ranks know what is exchanged; two collectives.
+    """Return the settings of an exchange of compression auto, once gradients are known; two collectives.
 
     Args:
         settings: settings with ``automatic`` compression.
         kinds: kind of each gradient that is exchanged, over all ranks.
-        run_steps: number of steps of the run, where this rank knows it; the ranks take the largest.
+        run_steps: number of steps of the run, if this rank knows it; the ranks take the largest.
 
     Returns:
-        Those without compression, where gradients are sparse; else those with the density that fits the run.
+        Settings without compression, if gradients are sparse; else with the density that fits the run.
     """
     config, collectives = settings.config, Collectives(settings.process_set, "start")
     assert config is not None
@@ -249,13 +249,13 @@ def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None
 
 
 class AutomaticExchange(GradientExchange):
-    """The exchange of the gradients of an optimizer that takes the fastest one by its own clock.
+    """The exchange of an optimizer with compression auto, which takes the fastest one by its own times.
 
     Until it compresses, the optimizer's slots have all of its momentum, and its arithmetic is stock Horovod's. When
-    compression begins, the engines take the slots over; when it ends, what they have is handed back.
+    compression begins, the engines take the slots over; when it ends, they hand their state back.
 
     Args:
-        optimizer: optimizer, weakly, which clips averages, or each rank's own gradient where they are compressed.
+        optimizer: weak reference of the optimizer, which clips averages, or each rank's gradient if it compresses.
         arguments, named: see `GradientExchange`.
     """
 
@@ -293,7 +293,7 @@ class AutomaticExchange(GradientExchange):
         self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]
     ) -> tuple[list[Gradient], tf.Tensor | None, tf.Tensor | None]:
         which, probes = self.auto(iterations)
-        # an error that every rank has comes before anything is sent
+        # errors that all ranks have are raised before anything is sent
         iterations = behind(which, iterations)
         gradients = [behind(which, tf.convert_to_tensor(gradient)) for gradient in gradients]
         compress = super()._graph
@@ -321,37 +321,39 @@ class AutomaticExchange(GradientExchange):
         owed: Mapping[int, tf.Tensor] | None = None,
         after: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor]:
-        """The averages of `gradients`, whether they may be applied, and that the step is the optimizer's own.
+        """Return the averages of `gradients`, whether they may be applied, and True: the step is the optimizer's own.
 
         Args:
             gradients: gradients of this rank.
-            probes: whether it is to be found out now what a compressed step would take.
-            owed: what is added to some of the averages, by number.
-            after: what else must have come before the step has ended.
+            probes: whether to predict now the time of a compressed step.
+            owed: tensors that are added to some of the averages, by number.
+            after: tensors that must be there before the step ends.
         """
         auto, owed = self.auto, owed or {}
-        gradients = [tf.identity(gradient) for gradient in gradients]  # else all of the branch would wait for all
+        gradients = [
+            tf.identity(gradient) for gradient in gradients
+        ]  # otherwise every operation of the branch would wait for all
         with tf.control_dependencies(gradients):
             (given,) = self._call(auto.given, [probes], [tf.bool])
         found = self._stock_path(dict(enumerate(gradients)))
         results = [found[i] for i in range(len(gradients))]
         with tf.control_dependencies([given, *after, *results]):
             ends = tf.cond(probes, auto.expected, lambda: tf.constant(True))
-            (applied,) = self._call(auto.ended, [ends], [tf.bool])  # of stock's own arithmetic nothing is skipped
+            (applied,) = self._call(auto.ended, [ends], [tf.bool])  # stock arithmetic skips nothing
         applied.set_shape([])
         results = averages_clipped(results, self._optimizer, self.settings)
         results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]
-        # of many steps, so that a limit for one would cut it
+        # `owed` is of many steps: a limit for one step would cut it
         results = [result + tf.cast(owed[i], result.dtype) if i in owed else result for i, result in enumerate(results)]
         return [*results, applied, tf.constant(True)]
 
     def _handed_back(
         self, which: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]
     ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
-        """Let the optimizer have all that ranks have kept.
+        """Hand the state of all ranks' engines back to the optimizer.
 
         Returns:
-            What is to be added to its gradients, by number; a tensor that is there when all has come.
+            Tensors that are added to its gradients, by number; a tensor that is there once all is handed back.
         """
         owed: dict[int, tf.Tensor] = {}
         (armed,) = self._call(self.steps.arm, [which], [tf.int64])
@@ -379,7 +381,7 @@ class AutomaticExchange(GradientExchange):
             return owed, self._call(self.auto.handed_back, [armed], [tf.bool])
 
     def _kept(self, run: BucketRun, parts: Sequence[str], _: np.ndarray) -> list[Any]:
-        """What this rank keeps of a bucket, part by part, see `BucketEngine.as_one_of_all`; here it ends."""
+        """Return this rank's state of a bucket, by part, see `BucketEngine.as_one_of_all`, and clear it."""
         second = [self.steps.second_of(run)] if SECOND in parts else []
         kept = [run.engine.as_one_of_all(part) for part in parts if part != SECOND]
         self.steps.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)

@@ -20,7 +20,7 @@ from dgc_horovod.session import base
 from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
 from dgc_horovod.tensorflow.wrapping.variables import native
 
-# What Horovod's broadcast does not know travels as something of the same width: bits are all that matters.
+# Dtypes that Horovod's broadcast does not support are sent as others of the same width.
 _CARRIERS = {
     tf.bfloat16: tf.float16,
     tf.int16: tf.float16,
@@ -31,23 +31,23 @@ _CARRIERS = {
 
 
 def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables of a Keras optimizer that each rank has for itself: its gradient accumulators."""
+    """Return the variables of a Keras optimizer that are each rank's own: its gradient accumulators."""
     return list(getattr(getattr(optimizer, "inner_optimizer", optimizer), "_accumulated_gradients", ()))
 
 
 def shared_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables of a Keras optimizer that are the same on every rank: all others."""
+    """Return the variables of a Keras optimizer that are equal on every rank: all others."""
     own = {id(native(variable)) for variable in own_variables(optimizer)}
     return [variable for variable in optimizer.variables if id(native(variable)) not in own]
 
 
 def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
-    """Copies of what variables hold."""
+    """Return copies of the values of variables."""
     return [variable.numpy() for variable in variables]
 
 
 def assign(variables: Iterable[Any], values: Iterable[np.ndarray]) -> None:
-    """Let variables hold what `values_of` gave."""
+    """Set variables to values of `values_of`."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
@@ -59,16 +59,16 @@ def broadcast_variables(
     process_set: hvd.ProcessSet = hvd.global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Set `variables` on every rank to what they are on `root_rank`, at once or when the tf.function gets there.
+    """Set `variables` on every rank to the values of `root_rank`, at once or when the tf.function runs.
 
     Args:
         variables: Keras or TensorFlow variables, the same in the same order on every rank.
         root_rank: rank whose values are sent, 0 <= root_rank < hvd.size().
         process_set: ranks that take part.
-        inplace: whether Horovod broadcasts in place; for variables of dtypes that it knows.
+        inplace: whether Horovod broadcasts in place; for variables of dtypes that it supports.
 
     Raises:
-        ConfigError: `root_rank` is none, or these are no variables.
+        ConfigError: `root_rank` is out of range, or these are no variables.
         RankMismatch: on every rank, if their variables differ in number, shape or dtype.
         CollectiveTimeout: another rank did not join within DGC_TIMEOUT seconds; TensorFlow's error, inside a graph.
     """
@@ -97,10 +97,10 @@ def _what(root_rank: int) -> str:
 
 
 def _name_in_graph() -> str | None:
-    """A name of this broadcast in the tf.function that is traced; None: there is none.
+    """Return a name for this broadcast in the tf.function that is traced; None outside of one.
 
-    Nothing keeps two of a graph from being under way at the same time, so they must not share names; and those of
-    another graph may, so that names stay the same however often a script traces.
+    Two broadcasts of a graph may run at the same time, so they must not share names. Those of different graphs may,
+    so that names stay the same however often a script traces.
     """
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not isinstance(graph, FuncGraph):
@@ -126,7 +126,7 @@ def _agree_once(process_set: hvd.ProcessSet, name: str, shapes: str) -> None:
 
 
 def assign_from(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet, name: str) -> list[Any]:
-    """Set `variables` to what they are on `root_rank`, all at once; returns the operations, in a graph.
+    """Set `variables` to the values of `root_rank`, all at once; returns the operations, in a graph.
 
     Collectives are named by place: Keras' own names differ where one rank has built another model as well.
     """

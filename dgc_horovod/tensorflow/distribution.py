@@ -1,4 +1,4 @@
-"""One optimizer or tape among its ranks: which variables take part, and their exchanges, each agreed on once."""
+"""The exchanges of one optimizer or tape, and the agreement of the ranks on the variables of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from dgc_horovod.tensorflow.wrapping.variables import (
 
 _log = logging.getLogger("dgc_horovod")
 _SetKey = tuple[int, tuple[Source, ...], tuple[bool, ...]]  # number, variables, and which of them are local
-# Those of tapes, by their settings. A script makes a new tape at every step: what belongs to its variables outlives it.
+# Distributions of tapes, by their settings. A script makes a new tape at every step, and residuals must outlive it.
 of_tapes: dict[Any, Distribution] = {}
 
 
@@ -70,9 +70,9 @@ class Distribution:
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
-        self.optimizer: Any = None  # weakly, of one that exchanges gradients
-        self.run_steps: int | None = None  # of the whole run, where Keras' fit knows it
-        self.unapplied: set[Key] = set()  # variables of which a tape has returned something that is not applied yet
+        self.optimizer: Any = None  # a weak reference, if it exchanges gradients
+        self.run_steps: int | None = None  # of the whole run, if Keras' fit knows it
+        self.unapplied: set[Key] = set()  # variables whose updates from a tape are not applied yet
         self._takes_part: bool | None = None
         self._sets: dict[_SetKey, VariableSet] = {}
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
@@ -94,12 +94,12 @@ class Distribution:
         return config is not None and (not config.automatic or any(each.compresses for each in self.exchanges))
 
     def joins(self) -> None:
-        """This rank is about to call ``hvd.join()``, as all will in the end."""
+        """Prepare for ``hvd.join()``, which this rank is about to call, as all will."""
         for exchange in self.exchanges:
             exchange.joins()
 
     def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
-        """The nodes that the exchange uses; asked first, by all ranks alike, it is agreed on.
+        """Return the nodes that the exchange uses; at the first call, made by all ranks, they agree on them.
 
         Args:
             shapes: shapes of the variables that are trained.
@@ -118,9 +118,9 @@ class Distribution:
         return self._topology
 
     def _hindrance(self, config: DGCConfig) -> str:
-        """Why what is wrapped can make no hierarchical exchange; "" if it can."""
+        """Return the reason why this optimizer or tape cannot use nodes; "" if it can."""
         if self.what != "optimizer":
-            return "a tape knows no nodes"
+            return "a tape cannot use nodes"
         if {"clipnorm", "clipvalue"} & set(self.kind.split()) and config.clip_norm is None:
             return f"the optimizer clips each gradient ({self.kind})"
         return ""
@@ -142,16 +142,16 @@ class Distribution:
     def variable_set(
         self, variables: Sequence[Any], gradients: Sequence[Gradient], local: Collection[Key] = (), number: int = 0
     ) -> VariableSet:
-        """The set of `variables`; the first time, the ranks compare what they are about to do.
+        """Return the set of `variables`; at the first call the ranks compare their settings.
 
         Args:
             variables: variables that ``apply`` or ``gradient`` is called with.
             gradients: gradient of each variable, None where there is none.
-            local: keys of variables that are left to each rank.
+            local: keys of variables whose gradients are not exchanged.
             number: index that tells sets of the same variables apart, from 0.
 
         Raises:
-            RankMismatch: on every rank, if they differ.
+            RankMismatch: on every rank, if the ranks differ.
         """
         sources = sources_of(variables)
         self.let_go_of_frozen(source.key for source in sources)
@@ -164,12 +164,12 @@ class Distribution:
                 compare_weights(Collectives(self.settings.process_set, "start"), shared)
             for variable in filter(key_of, variables):
                 self._known[key_of(variable)] = variable
-                if self.what == "tape":  # nothing else would ever let go of what belongs to a model that is gone
+                if self.what == "tape":  # nothing else would free the state of a deleted model
                     weakref.finalize(native(variable), self._forget, key)
         return self._sets[key]
 
     def let_go_of_frozen(self, given: Iterable[Key]) -> None:
-        """Empty u and v of variables that have been frozen: what waits there would move them when they are not.
+        """Empty u and v of frozen variables: the residual would move them once they are trained again.
 
         Args:
             given: keys of the variables that are trained now.
@@ -207,7 +207,7 @@ class Distribution:
             sent = [kind for kind, own in zip(kinds, local, strict=True) if not own]
             self.settings = for_a_choice(self.settings, sent, self.run_steps)
             if self.settings.config is None and self.ownership.loaded is not None and start.rank == 0:
-                _log.warning("dgc_horovod: what ranks had kept of gradients is dropped: nothing is compressed")
+                _log.warning("dgc_horovod: the residuals of the checkpoint are dropped: nothing is compressed")
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
         return VariableSet(sources, kinds, local, lambda active, calls: self._exchange(active, number, calls))
@@ -220,8 +220,8 @@ class Distribution:
         automatic = self.settings.config is not None and self.settings.config.automatic
         if topology.node_size > 1 and self.exchanges and not automatic:
             raise UnsupportedUse(
-                "the variables that are trained have changed, and with a hierarchical exchange another rank of the "
-                "node has what waits of them; pass exchange='flat', or --dgc-exchange flat"
+                "the set of trained variables has changed, and with a hierarchical exchange other ranks of the node "
+                "have parts of their residuals; pass exchange='flat', or --dgc-exchange flat"
             )
         make = partial(AutomaticExchange, optimizer=self.optimizer) if automatic else GradientExchange
         exchange: GradientExchange = make(
@@ -234,7 +234,7 @@ class Distribution:
             calls,
             keeps_fp32=self.update.arithmetic.is_split,
         )
-        for each in self.exchanges:  # what one has taken over, the other may need
+        for each in self.exchanges:  # the new one may need their state
             each.give_up(SEVERAL)
             exchange.follow(each)
         buckets = exchange.steps.buckets
@@ -261,12 +261,12 @@ class Distribution:
         }
 
     def for_slots(self, rate: float) -> dict[int, Any]:
-        """What belongs into the optimizer's slots when it is saved: id of the variable -> value."""
+        """Return values of the optimizer's slots that the engines hold, for a file: id of the variable -> value."""
         values: dict[int, Any] = {}
         if self.ownership.holds_loaded:
             _log.warning(
-                "dgc_horovod: what load_checkpoint has brought of momentum is not in what is saved now: make a step "
-                "first, or call flush() on every rank"
+                "dgc_horovod: the momentum that load_checkpoint has read is missing in this file: make a step before "
+                "saving, or call flush() on every rank"
             )
         factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
         for key in self.compressed:
@@ -278,18 +278,18 @@ class Distribution:
         return values
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the warm-up which epoch (from 0) it is."""
+        """Set the epoch of the warm-up, from 0."""
         self.epoch, self._epochs_begun = epoch, epoch + 1
         for exchange in self.exchanges:
             if exchange.steps.buckets is not None:
                 exchange.steps.buckets.epoch = epoch
 
     def epoch_begins(self, epoch: int) -> None:
-        """``fit`` begins its epoch `epoch`; those of earlier calls of ``fit`` count too."""
+        """Set the epoch that ``fit`` begins; epochs of earlier calls of ``fit`` count too."""
         self.set_epoch(max(epoch, self._epochs_begun))
 
     def residuals(self, own: bool = True) -> ResidualState | None:
-        """A copy of what this rank has kept; None without compression, or before the first step.
+        """Return a copy of this rank's state; None without compression, or before the first step.
 
         Args:
             own: see `StateRegister.record`.
@@ -314,9 +314,9 @@ class Distribution:
         return self.exchanges[0].kept if self.exchanges else None
 
     def check(self, state: ResidualState) -> None:
-        """Raise the error that going on from `state` would end in: CheckpointError, or UnsupportedUse.
+        """Raise CheckpointError or UnsupportedUse if this optimizer cannot go on from `state`.
 
-        Before the first step nobody knows which variables have gradients, so that their sizes are compared then.
+        Sizes are compared at the first step, when it is known which variables have gradients.
         """
         self._refuse_several("loaded")
         if self._kept is not None:
@@ -325,10 +325,10 @@ class Distribution:
             check_kept(state, "" if self.settings.config is None else self.update.arithmetic.holds)
 
     def resume(self, state: ResidualState, iterations: int) -> None:
-        """Go on from `state`, of this rank, at the optimizer's `iterations`; perhaps when there is an exchange."""
+        """Go on from `state`, of this rank, at the optimizer's `iterations`: now, or once there is an exchange."""
         self.check(state)
         self.epoch = state.epoch
-        self._epochs_begun = state.epoch or 0  # it may be begun again
+        self._epochs_begun = state.epoch or 0  # this epoch may be repeated
         self.ownership.resumed(iterations)
         if self._kept is not None:
             self._kept.resume(state)
@@ -336,7 +336,7 @@ class Distribution:
             self.ownership.loaded = state
 
     def carry_on(self, state: ResidualState | None, iterations: int) -> None:
-        """Go on from `state`, of a commit; a step under way is given up."""
+        """Go on from the `state` of a commit; a step under way is dropped."""
         if state is not None:
             buckets = self.exchanges[0].steps.buckets if self.exchanges else state
             assert buckets is not None
@@ -345,8 +345,8 @@ class Distribution:
             self.ownership.clear()
 
     def renew(self, iterations: int) -> None:
-        """The ranks are others; this one keeps what it has."""
-        state = self.residuals(own=False)  # else they would be scaled like what is owed
+        """Adapt to other ranks; this one keeps its state."""
+        state = self.residuals(own=False)  # own slots must not be scaled as residuals are
         for exchange in self.exchanges:
             exchange.steps.renew()
         if self._agreeing is not None:
@@ -356,20 +356,20 @@ class Distribution:
             self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
 
     def join(self, shared: dict[str, Any], iterations: int) -> None:
-        """Be where the others are, as fields of their `ResidualState` say; a newcomer's own begins with nothing."""
+        """Take over the fields that all ranks share, see `ResidualState.shared`; a newcomer's residuals are empty."""
         ranks = self.settings.process_set
         state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
         self.resume(dataclasses.replace(state, **shared), iterations)
 
     @property
     def exchanges(self) -> list[GradientExchange]:
-        """All that there are."""
+        """All exchanges."""
         return [each.exchange for each in self._sets.values() if each.exchange is not None]
 
     @property
     def used(self) -> bool:
         """Whether a step has been made, or traced."""
-        return bool(self._sets) or self._agreeing is not None  # the first step may be one that overflows
+        return bool(self._sets) or self._agreeing is not None  # the first step may overflow
 
     @property
     def compressed(self) -> set[Key]:
@@ -378,7 +378,7 @@ class Distribution:
 
     @property
     def in_engines(self) -> set[Key]:
-        """Keys of the compressed variables whose momentum is with the engines, and not in the optimizer's slots."""
+        """Keys of the compressed variables whose momentum the engines hold, and not the optimizer's slots."""
         keeping = self._keeping
         found = {key: self.ownership.find(key) for key in self.compressed if keeping}
         return {key for key, at in found.items() if at is None or at[0] in keeping}

@@ -1,6 +1,6 @@
-"""``hvd.join()`` beside compressed gradients: fine where all ranks have made the same steps, refused elsewhere.
+"""``hvd.join()`` with compressed gradients: possible after the same number of steps on all ranks, otherwise an error.
 
-While a rank is in Horovod's join no packet can be exchanged: the allgather of the others ends Horovod's background
+While a rank is in Horovod's join, no packet can be exchanged: the allgather of the others ends Horovod's background
 loop with "unordered_map::at". So the ranks meet before they join.
 """
 
@@ -19,9 +19,9 @@ from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.session.session import Session
 
 _UNEVEN = (
-    "hvd.join(): another rank did not come. While gradients are compressed in TensorFlow it cannot wait for ranks that "
-    "have more data: give every rank as many steps (drop_remainder, steps_per_epoch, dataset.repeat().take(n)), or use "
-    "compression none"
+    "hvd.join(): another rank did not call it. With compressed gradients in TensorFlow it cannot wait for ranks that "
+    "have more data: give every rank the same number of steps (drop_remainder, steps_per_epoch, "
+    "dataset.repeat().take(n)), or use compression none"
 )
 _stock_call = mpi_ops.MPI_LIB.horovod_join
 
@@ -31,12 +31,12 @@ def _of_optimizers() -> list[Distribution]:
 
 
 def has_unused() -> bool:
-    """Whether an optimizer that is to compress has made no step so far."""
+    """Whether a compressed optimizer has made no step so far."""
     return any(each.settings.config is not None and not each.used for each in _of_optimizers())
 
 
 def install() -> None:
-    """Put the meeting before Horovod's join, wherever a script has that from."""
+    """Let the ranks meet before Horovod's join, from wherever a script imports it."""
     mpi_ops.MPI_LIB.horovod_join = _join
 
 
@@ -50,7 +50,7 @@ def _join(*args: object, **kwargs: object) -> Any:
 
 
 def _meet() -> None:
-    """Until every rank has come to join.
+    """Wait until every rank has called join.
 
     Raises:
         UnsupportedUse: another rank did not come within DGC_TIMEOUT seconds; its next step fails there too.

@@ -1,7 +1,7 @@
 """``DistributedOptimizer`` for Keras 3: the user's optimizer, with the gradients of all ranks.
 
-The returned object's class is made on the spot over the user's class and keeps its name, so that a saved model is a
-stock one. It takes the user's optimizer over as it is: variables, slots, iterations.
+The class of the returned object is made at run time over the user's class and keeps its name, so that a saved model is
+a stock one. It takes over the user's optimizer as it is: variables, slots, iterations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def install(set_right: Callable[[keras.Model, bool], None]) -> None:
     """Wrap ``Trainer.compile``, so that ``set_right(model, explicit)`` follows it.
 
     Args:
-        set_right: function of the compiled model, and of whether the user asked for XLA.
+        set_right: function of the compiled model, and whether the user asked for XLA.
     """
     stock = Trainer.compile
 
@@ -66,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Wrap a Keras 3 `optimizer` so that every step uses the gradients of all ranks.
 
-    It takes over `optimizer`'s variables; use the returned object only from then on. An optimizer that is wrapped again
+    It takes over `optimizer`'s variables; use only the returned object from then on. An optimizer that is wrapped again
     is copied, without its variables. The signature is that of
     ``horovod.tensorflow.DistributedOptimizer``; ``dgc_horovod.tensorflow.keras`` has that of
     ``horovod.tensorflow.keras``.
@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: whether IndexedSlices are exchanged as dense tensors; compressed tensors always are.
         backward_passes_per_step: number of gradients accumulated before one exchange, >= 1.
         op: reduction, hvd.Average or hvd.Sum.
-        gradient_predivide_factor: divisor of the gradients before the sum, made good after it, > 0.
+        gradient_predivide_factor: divisor of the gradients before the sum, and factor after it, > 0.
         average_aggregated_gradients: whether the backward passes are averaged, instead of summed.
         num_groups, groups: groups of gradients reduced together, or their number; with compression, borders of buckets.
         process_set: ranks that take part.
@@ -123,7 +123,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def is_distributed(optimizer: object) -> bool:
-    """Whether it is one of ours."""
+    """Whether it was returned by `DistributedOptimizer`."""
     return session_of(optimizer) is not None
 
 
@@ -148,9 +148,11 @@ def set_right(model: keras.Model, explicit: bool = False) -> None:
 
 
 def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged: bool) -> Any:
-    """`optimizer` as one of ours; of a LossScaleOptimizer, the one inside too."""
+    """Return `optimizer` distributed; of a LossScaleOptimizer, the one inside too."""
     refuse_own_methods(optimizer, "DistributedOptimizer")
-    if optimizer.__dict__.get("_dgc_taken"):  # another one has its variables: a new one like it, as Horovod makes
+    if optimizer.__dict__.get(
+        "_dgc_taken"
+    ):  # another wrapper has its variables: make a new one like it, as Horovod does
         optimizer = type(optimizer).from_config(optimizer.get_config())
     config = settings.config
     rounds = config.local_steps if config is not None else None
@@ -162,10 +164,12 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
             "backward_passes_per_step at 1"
         )
     if rounds and passes > 1:
-        raise UnsupportedUse("local steps: give the Keras optimizer gradient_accumulation_steps instead of passes")
+        raise UnsupportedUse(
+            "local steps: set gradient_accumulation_steps of the Keras optimizer, not backward_passes_per_step"
+        )
     if rounds and optimizer.use_ema:
         raise UnsupportedUse(
-            "local steps with use_ema=True: each rank would average its own weights, and end with a model of its own"
+            "local steps do not support use_ema=True: each rank would average its own weights, so that models differ"
         )
     kind: Any = type(optimizer)
 
@@ -173,7 +177,7 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
         return _distribute(plain, settings, passes, averaged)
 
     wrapped = _adopt(optimizer, LocalOverrides if rounds else Overrides, again)
-    weak: Any = weakref.proxy(wrapped)  # which owns what refers to it
+    weak: Any = weakref.proxy(wrapped)  # the owner of the objects that refer to it
     steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
     described = " ".join([kind.__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
     if config is not None and rounds:  # clipping is the inner optimizer's own
@@ -183,7 +187,7 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
         distribution = Distribution(of_this, update, "optimizer", steps, described)
         distribution.optimizer = weak
     session = Session(wrapped, distribution, LocalSteps if rounds else EveryStep, passes, averaged, again)
-    object.__setattr__(wrapped, "_dgc", session)  # Keras need not know
+    object.__setattr__(wrapped, "_dgc", session)  # not tracked by Keras
     if passes > 1:
         _accumulate(wrapped, passes)
     object.__setattr__(optimizer, "_dgc_taken", True)
@@ -191,7 +195,7 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
 
 
 def _split(optimizer: Optimizer, wrapped: Optimizer, settings: Settings) -> tuple[Settings, Update]:
-    """What of `optimizer` is done before the exchange: clipping, by the settings, and how its arithmetic is split."""
+    """Return the settings with the clipping of `optimizer`, and the split of its arithmetic."""
     kind = type(optimizer)
     try:
         return with_clipping(optimizer, settings), update_of(wrapped, kind, settings.config)
@@ -204,7 +208,7 @@ def _split(optimizer: Optimizer, wrapped: Optimizer, settings: Settings) -> tupl
 
 
 def _distribute_scaler(scaler: keras.optimizers.LossScaleOptimizer, inner: Optimizer) -> Any:
-    """A LossScaleOptimizer around `inner`, one of ours."""
+    """Return a distributed LossScaleOptimizer around `inner`, which is distributed."""
     session: Session = inner._dgc
     if isinstance(session.strategy, LocalSteps):
         raise UnsupportedUse(LocalSteps.no_scaler)
@@ -219,7 +223,7 @@ def _distribute_scaler(scaler: keras.optimizers.LossScaleOptimizer, inner: Optim
 
 
 def _adopt(optimizer: Optimizer, overrides: type, again: Callable[[Any], Any]) -> Any:
-    """`optimizer`'s state in an object of a class made for it: `overrides` over the user's class, under its name.
+    """Move `optimizer`'s state into an object of a new class: `overrides` over the user's class, under its name.
 
     Args:
         again: function that makes another optimizer distributed in the same way.
@@ -232,7 +236,7 @@ def _adopt(optimizer: Optimizer, overrides: type, again: Callable[[Any], Any]) -
     attributes = {name: getattr(user_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     ours = {**attributes, "from_config": classmethod(from_config)}
     final: Any = type(user_class.__name__, (overrides, user_class), ours)
-    if user_class in GLOBAL_CUSTOM_NAMES:  # a user's registered class: a saved model must name that one
+    if user_class in GLOBAL_CUSTOM_NAMES:  # a saved model must name the user's registered class
         GLOBAL_CUSTOM_NAMES[final] = GLOBAL_CUSTOM_NAMES[user_class]
     wrapped: Any = object.__new__(final)
     wrapped.__dict__.update(optimizer.__dict__)
@@ -240,7 +244,7 @@ def _adopt(optimizer: Optimizer, overrides: type, again: Callable[[Any], Any]) -
 
 
 def _accumulate(optimizer: Optimizer, passes: int) -> None:
-    """Let Keras accumulate over `passes`, also if its variables exist already."""
+    """Set up Keras' accumulation over `passes`, also if its variables exist already."""
     optimizer.gradient_accumulation_steps = passes
     if optimizer.built:
         with tf.init_scope():
@@ -253,5 +257,5 @@ def _accumulate(optimizer: Optimizer, passes: int) -> None:
         object.__setattr__(optimizer, "_accumulated_gradients", accumulators)
 
 
-# before any script asks for `model.compile`, which it may do before it makes the optimizer in its arguments
+# before a script evaluates model.compile(...), which may make the optimizer in its arguments
 install(set_right)

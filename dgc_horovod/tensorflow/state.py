@@ -1,4 +1,4 @@
-"""Residuals of a Keras optimizer: saved, loaded, flushed."""
+"""Checkpoints and flushes of a Keras optimizer's residuals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_o
 
 
 class WholeApplication(Application):
-    """One with gradients of many steps: nothing that is meant for one step clips them."""
+    """An application of gradients of many steps, which are not clipped by limits for one step."""
 
     def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
         """See `Application`."""
@@ -44,17 +44,17 @@ class WholeApplication(Application):
 
 
 def flush(session: Session, own: Own) -> None:
-    """See ``flush`` of the optimizer. `own`: its ``apply``, as the user's class has it."""
+    """See ``flush`` of the optimizer. `own`: ``apply`` of the user's class."""
     optimizer, distribution = session.optimizer, session.distribution
     distribution.ownership.look(session.iterations)
-    distribution.residuals()  # errors that should come before anything is changed
+    distribution.residuals()  # raises its errors before anything is changed
     if distribution.ownership.holds_loaded:  # before the first step
         trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
-        distribution.variable_set(trained, trained, session.local)  # of the kind of dense gradients
+        distribution.variable_set(trained, trained, session.local)  # as for dense gradients
     if not any(exchange.keeps_state for exchange in distribution.exchanges):
         return
     if distribution.update.arithmetic.flush_is_step and passes_of(optimizer) > 1:
-        raise UnsupportedUse("flush() with accumulated gradients has a form under momentum correction only")
+        raise UnsupportedUse("flush() with accumulated gradients is supported under momentum correction only")
     if distribution.settings.config is None:
         return
     (exchange,) = distribution.exchanges
@@ -63,7 +63,7 @@ def flush(session: Session, own: Own) -> None:
     buckets = exchange.steps.buckets
     assert buckets is not None
     left = _left(exchange, buckets)
-    # nothing: even a step with a gradient of zeros would move the weights, by momentum and decay
+    # even a step with a gradient of zeros would move the weights, by momentum and decay
     if not any(kept.any() for parts in left.values() for kept in parts.values()):
         return exchange.steps.take_over_again()
     numbers = list(variables)
@@ -86,12 +86,12 @@ def flush(session: Session, own: Own) -> None:
 
 
 def passes_of(optimizer: Optimizer) -> int:
-    """How many backward passes a Keras optimizer of ours adds up for a step; 1: none."""
+    """Return the number of backward passes that a distributed Keras optimizer accumulates for a step, >= 1."""
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
 
 def _left(exchange: GradientExchange, buckets: OptimizerExchange) -> dict[int, dict[str, np.ndarray]]:
-    """What all ranks together have kept, by number of the variable and part; u and v are zero here afterwards."""
+    """Combine the state of all ranks, by number of the variable and part; u and v are zero afterwards."""
     steps, collectives = exchange.steps, exchange.collectives
     op = hvd.Average if exchange.settings.averages else hvd.Sum
 
@@ -125,7 +125,7 @@ def save_checkpoint(directory: AnyPath, model: Model, optimizer: Optimizer | Non
             files are left alone.
         model: Keras model, built.
         optimizer: optimizer of ``DistributedOptimizer``; None: the one compiled into the model.
-        extra: more values to keep, as JSON can: numbers, texts, lists, dicts (the epoch); those of rank 0 are kept.
+        extra: more values to save, as JSON can: numbers, texts, lists, dicts (the epoch); those of rank 0 are saved.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write.
@@ -165,8 +165,8 @@ def load_checkpoint(
     Args:
         directory: path of the checkpoint.
         model, optimizer: model and optimizer, built as they were when it was saved.
-        residuals: demand on them: "required"; "if sound": go on without those missing or damaged, whose content
-            is lost; "ignored": all start from zero.
+        residuals: demand on the residuals: "required"; "if sound": missing or damaged ones are dropped; "ignored":
+            all start from zero.
 
     Returns:
         The `extra` of ``save_checkpoint``.
@@ -186,19 +186,19 @@ def load_checkpoint(
             distribution.check(state)
     with together(collectives, f"loading {directory}"):
         saved.assign(variables, outer, collectives.rank)
-        for accumulator in own_variables(session.optimizer):  # an accumulation under way was of other weights
+        for accumulator in own_variables(session.optimizer):  # gradients of the weights before
             native(accumulator).assign(tf.zeros_like(native(accumulator)))
         session.strategy.begin_anew()
         if settings.config is not None:
             if found.manifest.workers not in (0, collectives.workers):
-                state.mode = UNDECIDED  # what was fastest for other ranks
+                state.mode = UNDECIDED  # the choice was for other ranks
             distribution.resume(state, session.iterations)
             checkpoint.tell_if_empty(found, directory)
     return dict(saved.head["extra"])
 
 
 def _parts(model: Model, optimizer: Optimizer | None) -> tuple[Session, Collectives, list[Any], list[Any]]:
-    """Session, transport, variables that every method has, and the outer momenta of local steps."""
+    """Return session, transport, the variables of every method, and the outer momenta of local steps."""
     used: Any = optimizer or getattr(model, "optimizer", None)
     session = session_of(used)
     if session is None:
@@ -221,7 +221,7 @@ def _dumped(variables: list[Any], outer: list[Any], trained: dict[str, Any], ext
     try:
         head = json.dumps({**fields, "extra": extra})
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"keep numbers, texts, lists and dicts only ({error})") from None
+        raise CheckpointError(f"extra values must be numbers, texts, lists or dicts ({error})") from None
     arrays = {str(i): np.frombuffer(variable.numpy().tobytes(), np.uint8) for i, variable in enumerate(variables)}
     out = io.BytesIO()
     np.savez(out, **{_HEAD: np.frombuffer(head.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def _described(variable: tf.Variable) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What `_dumped` was given: its head, and the bytes of each variable; outer momenta come last."""
+    """The content of the model's file: head, and the bytes of each variable; outer momenta come last."""
 
     name: str  # of the file
     head: dict[str, Any]
@@ -242,7 +242,7 @@ class _Saved:
 
     @classmethod
     def read(cls, name: str, data: bytes) -> _Saved:
-        """Raises CheckpointError for other bytes. `name`: of the file, for messages."""
+        """Read the bytes of `_dumped`; raise CheckpointError for others. `name`: of the file, for messages."""
         what = f"the model's file, {name}, is damaged"
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
@@ -262,11 +262,11 @@ class _Saved:
         return cls(name, head, [arrays[number] for number in numbers])
 
     def _others(self, outer: list[tf.Variable]) -> int:
-        """How many of the variables are no outer momenta; files of earlier versions do not count them."""
+        """Return the number of variables without outer momenta, which files of earlier versions do not count."""
         return len(self.values) - int(self.head.get(_OUTER, len(outer)))
 
     def check(self, variables: list[tf.Variable], outer: list[tf.Variable]) -> None:
-        """Raise CheckpointError unless they can be set; outer momenta may be there now or then alone."""
+        """Raise CheckpointError unless the variables can be set; outer momenta may be missing now, or in the file."""
         others, given = self._others(outer), self.head["variables"]
         ours, momenta = ([_described(variable) for variable in each] for each in (variables, outer))
         if ours != given[:others] or (momenta and given[others:] and momenta != given[others:]):
@@ -297,11 +297,11 @@ class _Saved:
             _log.info("dgc_horovod: the checkpoint %s", told)
 
 
-# -- which variables a record is of
+# -- the variables of a record
 
 
 def _trained_in(model: Model, session: Session) -> dict[str, list[int] | None]:
-    """Which of the model's weights are trained, and which are exchanged where that is known: residuals have numbers.
+    """Return the indices of the trained weights, and of the exchanged ones if known, to which residuals refer.
 
     Args:
         model: Keras model, built.
@@ -320,21 +320,21 @@ def _trained_in(model: Model, session: Session) -> dict[str, list[int] | None]:
 
 
 def _of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[int] | None]) -> ResidualState:
-    """`state`, whose tensors have the numbers of those that are trained; without any after a flush, if they do not.
+    """Return `state` if its tensors are those trained now; otherwise, after a flush, without tensors.
 
     Args:
         state: record of this rank.
-        then, now: what `_trained_in` has returned; there is no `then` in checkpoints of earlier versions.
+        then, now: results of `_trained_in`; there is no `then` in checkpoints of earlier versions.
 
     Raises:
-        CheckpointError: the numbers are those of other weights, of which something waits.
+        CheckpointError: the residuals are of other weights, and not flushed.
     """
     if not state.tensors or _TRAINED not in then:
         return state
     exchanged = then.get(_EXCHANGED)
     if now[_EXCHANGED] is not None and exchanged is not None:
         one, other = exchanged, now[_EXCHANGED]
-    else:  # a variable may have no gradient, so that not all that are trained are exchanged
+    else:  # a trained variable without a gradient is not exchanged
         one, other = then[_TRAINED], now[_TRAINED]
         if one == other and not set(exchanged or ()) <= set(other or ()):
             one = exchanged

@@ -42,10 +42,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make `gradtape` return the gradients of all ranks. The signature is Horovod's.
 
-    Residuals belong to the variables that ``gradient`` is called with, not to the tape, of which a script makes a new
-    one at every step. A tape does not know the optimizer, so momentum correction (``Compression.dgc``) has no form
-    here: it runs with plain error feedback, and says so. Where a gradient is not finite on some rank, every rank gets
-    NaN.
+    Residuals belong to the variables that ``gradient`` is called with, not to the tape: a script makes a new tape at
+    every step. A tape does not know the optimizer, so ``Compression.dgc`` runs with plain error feedback, without
+    momentum correction, and a warning says so. If a gradient is not finite on some rank, every rank gets NaN.
 
     Args:
         gradtape: a GradientTape, persistent or not, before or after its ``with``.
@@ -80,11 +79,11 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         settings = settings.as_stock()
     if settings.config is not None and envvars.horovod_elastic():
         raise UnsupportedUse(
-            "under Horovod Elastic nothing tells a compressed tape that the ranks have changed; use "
+            "under Horovod Elastic a compressed tape cannot learn that the ranks have changed; use "
             "DistributedOptimizer with our KerasState, or compression=Compression.none"
         )
     if settings.config is not None and settings.config.exchanges_weights:
-        raise UnsupportedUse("local steps exchange weights, of which a tape knows nothing: use DistributedOptimizer")
+        raise UnsupportedUse("local steps exchange weights, and a tape has gradients only: use DistributedOptimizer")
     if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
         _say_once_that_momentum_is_not_corrected()
     kind: Any = type(gradtape)
@@ -104,7 +103,7 @@ def _say_once_that_momentum_is_not_corrected() -> None:
 
 @functools.cache
 def _say_once_that_nothing_is_chosen() -> None:
-    tell_stock("a GradientTape knows no optimizer whose momentum could be taken over; DistributedOptimizer does", STOCK)
+    tell_stock("a GradientTape has no optimizer whose momentum could be taken over; DistributedOptimizer has", STOCK)
 
 
 def _distribution(settings: Settings) -> Distribution:
@@ -118,14 +117,14 @@ def _distribution(settings: Settings) -> Distribution:
 
 
 class TapeSession:
-    """What is ours about one tape.
+    """The state of compression of one tape.
 
     Args:
         distribution: exchanges of all tapes with the same settings.
 
     Attributes:
-        calls: how often ``gradient`` was called in this step for the same variables, by their keys.
-        local: keys of variables that are left to each rank.
+        calls: number of calls of ``gradient`` in this step for the same variables, by their keys.
+        local: keys of variables whose gradients are not exchanged.
     """
 
     def __init__(self, distribution: Distribution) -> None:
@@ -137,7 +136,7 @@ class TapeSession:
         return self.distribution.takes_part
 
     def exchange(self, variables: list[Any], own: list[Gradient]) -> None:
-        """Put the gradients of all ranks in the place of this rank's `own`; they may be asked for several times."""
+        """Replace this rank's gradients in `own` by those of all ranks; several calls in a step are possible."""
         key = tuple(source.key for source in sources_of(variables))
         number = self.calls[key]
         self.calls[key] += 1
@@ -181,7 +180,7 @@ class _DistributedTape(UsersClass):
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """As TensorFlow's, combined over the ranks. `use_generic_names`: names are generic always."""
+        """Return TensorFlow's gradients, combined over the ranks; `use_generic_names` has no effect."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         if not self._dgc.takes_part:
             return gradients
@@ -191,7 +190,7 @@ class _DistributedTape(UsersClass):
 
     def jacobian(self, *args: object, **kwargs: object) -> Any:
         """Raises UnsupportedUse: each of its rows would be an exchange of its own."""
-        raise UnsupportedUse("a DistributedGradientTape has no jacobian; ask the tape that it was made of")
+        raise UnsupportedUse("a DistributedGradientTape has no jacobian; call it on the tape that was wrapped")
 
     batch_jacobian = jacobian
 
@@ -200,7 +199,7 @@ class _DistributedTape(UsersClass):
         return super().__enter__()
 
     def reset(self) -> None:
-        """As TensorFlow's."""
+        """Reset the tape, as TensorFlow does."""
         self._dgc.calls.clear()
         super().reset()
 
@@ -209,13 +208,13 @@ class _DistributedTape(UsersClass):
         self._dgc.local |= keys_of(source, "source")
 
     def compression_stats(self) -> dict[str, Any]:
-        """What this rank has exchanged for tapes of these settings: fields as in ``dgc_horovod.torch``."""
+        """Return counters of the exchanges of all tapes with these settings; fields as in ``dgc_horovod.torch``."""
         return self._dgc.distribution.stats()
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """(source, gradient) pairs of the sources that are local, and of those that are not, as Horovod's."""
+        """Return (source, gradient) pairs: those of local sources, and the others, as Horovod's function."""
         pairs = list(zip(sources, self.gradient(target, sources, output_gradients), strict=True))
         local = [pair for pair in pairs if key_of(pair[0]) in self._dgc.local]
         return local, [pair for pair in pairs if key_of(pair[0]) not in self._dgc.local]
@@ -230,4 +229,4 @@ def _class_over(kind: type) -> Any:
     return type(kind.__name__, (_DistributedTape, kind), {"__module__": kind.__module__})
 
 
-of_tape.install()  # before any script asks for tf.clip_by_global_norm, in whose arguments it may make the tape
+of_tape.install()  # before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments

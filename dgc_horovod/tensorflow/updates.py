@@ -1,11 +1,11 @@
 """A Keras optimizer's arithmetic (`dgc_horovod.arithmetic`) in its slots and its variables.
 
-For plain error feedback the user's optimizer takes what the exchange brings as a gradient. Where its arithmetic is
-split, what is left is the plain step ``w -= lr * mean(s)``. Keras' weight decay is decoupled for every optimizer, and
-stays its own.
+With plain error feedback the user's optimizer steps with the exchanged update as its gradient. If its arithmetic is
+split, only the plain step ``w -= lr * mean(s)`` remains. Keras' weight decay is decoupled for every optimizer, and
+stays as it is.
 
-A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after they were loaded, and
-emptied. When Keras saves, they get what the rank has. The reverse is `hand_back`, inside a graph or out of it.
+A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after loading, and emptied. When
+Keras saves, the file gets the engine's values. The reverse is `hand_back`, inside a graph or out of it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, 
 from dgc_horovod.tensorflow.wrapping.variables import Key, key_of, native
 
 STOCK: dict[type[keras.optimizers.Optimizer], Arithmetic] = {keras.optimizers.SGD: SGD(), keras.optimizers.Adam: Adam()}
-SLOTS = {MOMENTUM: "momentums", FIRST: "_momentums", SECOND: "_velocities"}  # lists of an optimizer's, by part
+SLOTS = {
+    MOMENTUM: "momentums",
+    FIRST: "_momentums",
+    SECOND: "_velocities",
+}  # attributes of an optimizer, lists, by part
 
 
 def update_of(
     optimizer: keras.optimizers.Optimizer, user_class: type[keras.optimizers.Optimizer], config: DGCConfig | None
 ) -> Update:
-    """How `optimizer` is updated; of a subclass that overrides ``update_step`` no arithmetic is known, but its slots.
+    """Return the update of `optimizer`; a subclass that overrides ``update_step`` has known slots, not arithmetic.
 
     Args:
         optimizer: wrapped Keras optimizer.
-        user_class: class of the user's.
+        user_class: class of the user's optimizer.
         config: compression settings; None: nothing is compressed.
 
     Raises:
@@ -50,9 +54,9 @@ def update_of(
         return Update(Arithmetic(), optimizer, unknown=unknown)
     if _steps_as(user_class, keras.optimizers.Adafactor) and not (local or config.sends_all):
         raise UnsupportedUse(
-            f"{unknown} of Keras divides by what it knows of rows and columns of a gradient: where nothing of a "
-            "row and a column is sent, as happens under compression, its weights become NaN. Use Adam or AdamW; or "
-            "local steps, Compression.local(...), which leave its steps to it; or Compression.none"
+            f"{unknown} of Keras divides by its statistics of the gradient's rows and columns: where compression sends "
+            "nothing of a row and a column, weights become NaN. Use Adam or AdamW; or local steps, "
+            "Compression.local(...), which give the optimizer plain gradients; or Compression.none"
         )
     arithmetic, notices = choose(stock, user_class, map(options_of, [optimizer]), config)
     return Update(arithmetic, optimizer, notices, unknown)
@@ -63,7 +67,7 @@ def _steps_as(user_class: type[keras.optimizers.Optimizer], base: type[keras.opt
 
 
 def options_of(optimizer: keras.optimizers.Optimizer) -> Options:
-    """Those of an optimizer that is known."""
+    """Return the options of an optimizer of known arithmetic."""
     if isinstance(optimizer, keras.optimizers.SGD):
         return Options(momentum=float(optimizer.momentum), nesterov=bool(optimizer.nesterov))
     b1, b2, eps = map(float, (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon))
@@ -71,16 +75,16 @@ def options_of(optimizer: keras.optimizers.Optimizer) -> Options:
 
 
 class Update:
-    """What an optimizer does with what was exchanged.
+    """The application of exchanged updates by an optimizer.
 
     Args:
-        arithmetic: that of what is exchanged.
+        arithmetic: arithmetic of the exchange.
         optimizer: wrapped Keras optimizer; None: the gradients go back to a tape's script.
-        notices: texts for the user, each said once.
-        unknown: name of an optimizer of whose arithmetic nothing is known; "" for others.
+        notices: texts for the user, each logged once.
+        unknown: name of an optimizer of unknown arithmetic; "" for others.
 
     Attributes:
-        is_tapes: whether no optimizer is known.
+        is_tapes: whether there is no optimizer.
     """
 
     _optimizer: keras.optimizers.Optimizer
@@ -97,7 +101,7 @@ class Update:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What a rank keeps of a compressed variable, and hands back."""
+        """Parts of a compressed variable's state in the engine, which are handed back."""
         return tuple(part for part in self.arithmetic.parts if part != MOMENTUM or self._options.momentum)
 
     @property
@@ -105,29 +109,29 @@ class Update:
         return options_of(self._optimizer) if self.arithmetic.is_split else Options()
 
     def _slots(self, key: Key, parts: Collection[str]) -> dict[str, tf.Variable]:
-        """What the optimizer keeps of the variable `key`, of these parts; nothing in SGD without momentum."""
+        """Return the optimizer's slots of the variable `key`, by part; none for SGD without momentum."""
         lists = {part: getattr(self._optimizer, SLOTS[part]) for part in parts}
         index = self._optimizer._trainable_variables_indices if parts else {}
         return {part: native(variables[index[key[0]]]) for part, variables in lists.items() if variables}
 
     def entering(self, buckets: OptimizerExchange) -> dict[str, Accumulation]:
-        """How the gradients of compressed variables enter the residual in the step that begins, by name."""
+        """Return, by name, the way in which gradients of compressed variables enter the residual in this step."""
         options = self._options  # made once for all of them
         return {name: self.arithmetic.accumulation(options, buckets, name) for name in buckets.compressed}
 
     # -- the optimizer's slots
 
     def slots(self, key: Key) -> list[tf.Variable]:
-        """The optimizer's own variables for the variable `key` whose place the engine takes."""
+        """Return the optimizer's slots of the variable `key` that the engine replaces."""
         return list(self._slots(key, self.arithmetic.slots).values())
 
     def take_over(
         self, buckets: OptimizerExchange, name: str, slots: list[np.ndarray], rate: float, iterations: int
     ) -> None:
-        """Put into `buckets` what stood in `slots`, which are emptied.
+        """Move the values of `slots` into `buckets`; the caller empties the slots.
 
         Args:
-            buckets: all that this rank keeps.
+            buckets: exchange of the optimizer.
             name: name of the variable there.
             slots: values of the optimizer's variables that `slots` names, whole and flat, float32.
             rate: learning rate; for a sum over ranks, times their number.
@@ -143,18 +147,18 @@ class Update:
         self.arithmetic.take_over(buckets, name, taken, self._options, max(1, iterations))
 
     def for_slots(self, buckets: OptimizerExchange, name: str, rate: float) -> list[np.ndarray]:
-        """The reverse: what this rank has, as the optimizer's slots would hold it, for a file; [] if they have it."""
+        """Return the engine's state as values of the optimizer's slots, for a file; [] if the slots have it."""
         found = self.arithmetic.give_back(buckets, name, self._options, int(self._optimizer.iterations))
         return [np.float32(-rate) * x if part == MOMENTUM else x for part, x in found.items()]
 
     def own(self, key: Key) -> Arrays:
-        """The slots of the variable `key` that are this rank's alone, for its record."""
+        """Return the slots of the variable `key` that are this rank's own, for its record."""
         slots = self._slots(key, self.arithmetic.own)
         own = {part: slot.numpy().astype(np.float32).reshape(-1) for part, slot in slots.items()}
-        return own if all(np.isfinite(x).all() for x in own.values()) else {}  # no file takes others
+        return own if all(np.isfinite(x).all() for x in own.values()) else {}  # files refuse values that are not finite
 
     def take_own(self, key: Key, arrays: Arrays) -> None:
-        """Put the slots in `arrays` back."""
+        """Restore the slots in `arrays`."""
         with tf.init_scope():  # the first step may be under construction
             for part, slot in self._slots(key, self.arithmetic.own).items():
                 if part in arrays:
@@ -165,17 +169,17 @@ class Update:
     def hand_back(
         self, key: Key, variable: tf.Variable, left: Left, rate: tf.Tensor | float, compressed: bool, ends: bool = False
     ) -> Any:
-        """Apply what all ranks together had kept of a variable, before a step of the user's own optimizer.
+        """Apply the combined state of all ranks for a variable, before a step of the user's own optimizer.
 
         Args:
             key, variable: key of the variable, and the tf.Variable.
-            left: what is left of it, in its shape, by part: arrays or tensors.
+            left: combined state of it, in its shape, by part: arrays or tensors.
             rate: learning rate, a number or a scalar tensor.
             compressed: whether it is on the sparse path.
             ends: whether no such step follows.
 
         Returns:
-            What cannot be applied, as it is a gradient, to be added to that of the next step; or None.
+            A gradient that cannot be applied, to be added to that of the next step; or None.
         """
         options = self._options
 
@@ -193,7 +197,7 @@ class Update:
             changed(stock, False)
             return tf.zeros_like(left[RESIDUAL])
 
-        known = tf.reduce_any(tf.not_equal(left[SECOND], 0.0))  # else the slots have everything
+        known = tf.reduce_any(tf.not_equal(left[SECOND], 0.0))  # otherwise the slots have everything
         return tf.cond(known, apply, lambda: tf.identity(left[RESIDUAL]))
 
     def _apply(self, change: Change, key: Key, variable: tf.Variable, rate: tf.Tensor | float) -> Any:
@@ -207,14 +211,14 @@ class Update:
         return change.kept
 
     def flush(self, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
-        """Apply what all ranks together had kept, where that is no step of the user's optimizer.
+        """Apply the combined state of all ranks, if that is not a step of the user's optimizer.
 
         Args:
-            left: variables and what is left of each, in its shape, by part.
+            left: variables and the combined state of each, in its shape, by part.
             compressed: keys of the variables on the sparse path.
 
         Returns:
-            For each variable what cannot be applied, and is to be kept on every rank; or None.
+            For each variable the part that cannot be applied, and stays on every rank; or None.
         """
         rate, keyed = float(self._optimizer.learning_rate), [(key_of(v), native(v), parts) for v, parts in left]
         return [self.hand_back(key, v, parts, rate, key in compressed, ends=True) for key, v, parts in keyed]

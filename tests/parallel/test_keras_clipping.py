@@ -34,7 +34,7 @@ def test_what_is_said_changed_saved_and_refused(ranks):
     assert "clipnorm=0.5 of the optimizer clips each rank's own gradient" in said and "sqrt(N) times 0.5" in said
     assert second.pop("said") == [] and first == second
     assert first["changed"] == [0.5, 1.0] and first["from_config"] == 3.0
-    assert "wrap that anew" in first["fixed"] and "UnsupportedUse" in first["fixed"]
+    assert "wrap that one again" in first["fixed"] and "UnsupportedUse" in first["fixed"]
     assert first["stock file"] == first["loaded"] == 0.5
     assert "clips in a way of its own" in first["own"]
     assert "optimizer: rank 0 has SGD clipnorm 1.0, rank 1 has SGD clipnorm 2.0" in first["differing"]
@@ -57,7 +57,7 @@ def test_what_would_clip_an_update_names_clip_norm(ranks):
         assert "exchange and compress them a second time" in found.pop("exchanged twice")
         assert found.pop("changed") == "" and found.pop("changed, clipped: said") == []
         assert len(found.pop("changed: said")) == (rank == 0), "one rank says it"
-        assert "gradients that a compressed tape has returned are given to a LossScaleOptimizer" in found.pop("scaled")
+        assert "gradients of a compressed tape are given to a LossScaleOptimizer" in found.pop("scaled")
         assert len(found) == 6
         for name, text in found.items():
             assert "UnsupportedUse" in text and "clip_norm=" in text, name

@@ -64,7 +64,7 @@ def test_errors_are_the_same_on_every_rank(ranks):
         "no dict": "this is no dict of residual_state_dict()",
     }.items():
         assert found[0][name].startswith("CheckpointError: ") and text in found[0][name], found[0][name]
-    assert "numbers, texts" in found[0]["extra"]
+    assert "must be numbers, texts" in found[0]["extra"]
     assert found[0]["not distributed"].startswith("UnsupportedUse: ")
 
 

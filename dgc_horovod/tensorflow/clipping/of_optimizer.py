@@ -1,7 +1,7 @@
-"""Keras' own clipping under compression: of each rank's gradient before it is compressed, DGC 3.1.
+"""Keras' own clipping under compression: each rank's gradient is clipped before it is compressed, DGC 3.1.
 
-What comes back from the ranks arrives in bursts, so a limit that is right for gradients would cut it, and what is cut
-is lost. ``global_clipnorm`` is the compression's ``clip_norm``; ``clipnorm`` and ``clipvalue`` are done in the graph.
+The exchanged update comes in bursts: a limit for gradients would cut it, and the part that is cut is lost.
+``global_clipnorm`` becomes the compression's ``clip_norm``; ``clipnorm`` and ``clipvalue`` are applied in the graph.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ KINDS = ("clipnorm", "global_clipnorm", "clipvalue")  # in the order in which Ke
 
 
 def clipping_of(optimizer: Optimizer) -> tuple[str, float] | None:
-    """Which of Keras' three an optimizer applies, and its limit; None: none."""
+    """Return the kind of Keras' clipping that an optimizer applies, and its limit; None: none."""
     limits = [(kind, getattr(optimizer, kind)) for kind in KINDS]
     return next(((kind, float(limit)) for kind, limit in limits if limit and limit > 0), None)
 
 
 def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
-    """`settings` of a compression with what Keras' `optimizer` clips; rank 0 says what becomes of it.
+    """Return `settings` with the clipping of Keras' `optimizer`, and log the change on rank 0.
 
-    A ``clip_norm`` of the compression, if there is one, takes the place of the optimizer's clipping.
+    A ``clip_norm`` of the compression, if there is one, replaces the optimizer's clipping.
 
     Raises:
         UnsupportedUse: the optimizer's class has a clipping of its own; the number of ranks may change.
@@ -40,9 +40,9 @@ def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
     own, config = clipping_of(optimizer), settings.config
     if config is not None and type(optimizer)._clip_gradients is not Optimizer._clip_gradients:
         raise UnsupportedUse(
-            f"{type(optimizer).__name__} clips in a way of its own (_clip_gradients), which would cut what comes back "
-            "from the ranks; clip each gradient in the script before it is applied, or pass clip_norm=... to the "
-            "compression and leave _clip_gradients to Keras"
+            f"{type(optimizer).__name__} clips in a way of its own (_clip_gradients), which would cut the exchanged "
+            "update; clip each gradient in the script before it is applied, or pass clip_norm=... to the compression "
+            "and leave _clip_gradients to Keras"
         )
     if own is None or config is None:
         return settings
@@ -59,8 +59,8 @@ def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
     _tell(
         settings,
         f"{'in compressed steps ' if config.automatic else ''}{kind}={limit:g} of the optimizer clips each rank's own "
-        f"gradient before it is compressed, at {'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; what "
-        "comes back is not clipped",
+        f"gradient before it is compressed, at {'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; the "
+        "exchanged update is not clipped",
     )
     if kind != "global_clipnorm":
         return settings
@@ -68,10 +68,10 @@ def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
 
 
 def clipped(gradient: Gradient, optimizer: Optimizer, settings: Settings, local: bool) -> Gradient:
-    """One variable's `gradient`, by ``clipnorm`` or ``clipvalue`` of `optimizer` if nothing else clips.
+    """Clip one variable's `gradient` by ``clipnorm`` or ``clipvalue`` of `optimizer`, if nothing else clips.
 
     Args:
-        local: whether the variable is left to this rank, so that nothing averages its noise.
+        local: whether the variable is not exchanged, so that its noise is not averaged.
     """
     own = clipping_of(optimizer)
     if own is None or settings.config is None or settings.config.clip_norm is not None:
@@ -84,7 +84,7 @@ def clipped(gradient: Gradient, optimizer: Optimizer, settings: Settings, local:
 
 
 def averages_clipped(gradients: list[tf.Tensor], optimizer: Optimizer, settings: Settings) -> list[tf.Tensor]:
-    """The averages of all ranks, as Keras clips them, or by ``clip_norm`` of the compression."""
+    """Clip the averages of all ranks as Keras does, or by ``clip_norm`` of the compression."""
     assert settings.config is not None
     limit = settings.config.clip_norm
     if limit is not None and clipping_of(optimizer) != ("global_clipnorm", limit):
@@ -95,13 +95,13 @@ def averages_clipped(gradients: list[tf.Tensor], optimizer: Optimizer, settings:
 
 
 def check_change(optimizer: Optimizer, config: DGCConfig | None, kind: str, limit: float | None) -> None:
-    """Raise UnsupportedUse where a limit that is set after wrapping would not be looked at."""
+    """Raise UnsupportedUse if a limit that is set after wrapping would have no effect."""
     if config is None or config.exchanges_weights or limit == getattr(optimizer, kind):
         return  # with local steps clipping is the optimizer's own
     if kind == "global_clipnorm" or config.clip_norm is not None:
         raise UnsupportedUse(
-            f"{kind}={limit} is set after the optimizer was wrapped, when the limit that each rank clips to "
-            f"(clip_norm={config.clip_norm}) is fixed; set it on the Keras optimizer and wrap that anew"
+            f"{kind}={limit} was set after the optimizer was wrapped, and the limit of each rank "
+            f"(clip_norm={config.clip_norm}) is fixed then; set it on the Keras optimizer, and wrap that one again"
         )
 
 

@@ -1,7 +1,8 @@
-"""TensorFlow's clipping functions and Keras' optimizers, where they are given what a compressed tape has returned.
+"""TensorFlow's clipping functions and Keras' optimizers on the gradients of a compressed tape.
 
-That is an update: it arrives in bursts, of several times the norm of a gradient, and what a limit cuts from it is lost.
-So it carries a mark, and to clip it is an error, or with ``clip_norm``, which clips each rank's gradient, is left out.
+These are an update: it comes in bursts, of several times the norm of a gradient, and the part that a limit cuts off is
+lost. So they carry a mark. Clipping them is an error; with ``clip_norm``, which clips each rank's gradient, it has no
+effect.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), whic
 
 
 def install() -> None:
-    """Let TensorFlow's clipping functions and Keras' optimizers know marks, wherever they are held; once a process."""
+    """Replace TensorFlow's clipping functions and Keras' methods by ones that recognize marks; once a process."""
     for stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
         replace_everywhere(stock, not_converted(functools.wraps(stock)(_of_a_script(stock))))
     own = BaseOptimizer._clip_gradients
@@ -42,12 +43,12 @@ def install() -> None:
 
 
 class Returned:
-    """What a compressed tape has returned in one call.
+    """The gradients that a compressed tape has returned in one call.
 
     Args:
-        clip_norm: that of the compression, which clips each rank's gradient; None: there is none.
+        clip_norm: limit of the compression, which clips each rank's gradient; None: there is none.
         own: gradients of this rank.
-        combined: tensors that came back for them; each carries a mark from now on.
+        combined: combined tensors; each carries a mark from now on.
         collectives: transport of its exchange.
     """
 
@@ -77,14 +78,14 @@ class Returned:
 
 
 def _left_out(tensors: Iterable[Any], what: str, of_all: bool) -> Returned | None:
-    """What has returned `tensors` (or None), which are not to be clipped; None: no compressed tape has.
+    """Return the call of a compressed tape that has returned `tensors`, which must not be clipped; None: there is none.
 
     Args:
         what: name of the clipping, for messages.
         of_all: whether it limits the norm of all gradients together.
 
     Raises:
-        UnsupportedUse: there is no ``clip_norm``; or some of them were returned by another tape, or by none.
+        UnsupportedUse: there is no ``clip_norm``; or some tensors are of another tape, or of none.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     found = {getattr(tensor, "_dgc_returned", None) for tensor in given}
@@ -93,14 +94,14 @@ def _left_out(tensors: Iterable[Any], what: str, of_all: bool) -> Returned | Non
         return None
     if returned.clip_norm is None:
         raise UnsupportedUse(
-            f"{what} of what a compressed tape has returned: an update in bursts, not a gradient, and what is clipped "
-            f"off it is lost. To clip, {INSTEAD}; {what} is left out then"
+            f"{what} is applied to gradients of a compressed tape. They are an update that comes in bursts, and the "
+            f"part that clipping cuts off is lost. To clip, {INSTEAD}; {what} has no effect then"
         )
     if len(found) > 1 or (of_all and len(given) < returned.count):
         raise UnsupportedUse(
-            f"{what} of some of the gradients that a compressed tape has returned, or of others with them (local ones, "
-            f"or another tape's). clip_norm={returned.clip_norm:g} of the compression clips what it has returned; clip "
-            "the others alone"
+            f"{what} is applied to only some gradients of a compressed tape, or to others with them (local ones, or "
+            f"another tape's). clip_norm={returned.clip_norm:g} of the compression clips those of the tape; clip the "
+            "others separately"
         )
     if hvd.rank() == 0:
         _say_once_that_it_is_left_out(what, returned.clip_norm)
@@ -109,7 +110,7 @@ def _left_out(tensors: Iterable[Any], what: str, of_all: bool) -> Returned | Non
 
 @functools.cache
 def _say_once_that_it_is_left_out(what: str, clip_norm: float) -> None:
-    _log.warning("dgc_horovod: clip_norm=%g of the compression is used; %s changes nothing", clip_norm, what)
+    _log.warning("dgc_horovod: clip_norm=%g of the compression is used; %s has no effect", clip_norm, what)
 
 
 def _of_a_script(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +156,7 @@ def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(optimizer: BaseOptimizer, grads: Sequence[Gradient], keys: set[Key]) -> None:
-    """Refuse what would be exchanged twice, or clipped where its mark is lost."""
+    """Raise UnsupportedUse for gradients that would be exchanged twice, or clipped after their mark is lost."""
     marked = any(hasattr(gradient, "_dgc_returned") for gradient in grads)
     changed = not marked and any(keys & each.unapplied for each in of_tapes.values())
     for each in of_tapes.values():
@@ -170,17 +171,17 @@ def _check(optimizer: BaseOptimizer, grads: Sequence[Gradient], keys: set[Key]) 
         return
     if marked and inner is not optimizer:
         raise UnsupportedUse(
-            "gradients that a compressed tape has returned are given to a LossScaleOptimizer: what waits is in the "
-            "scale of its step, and the scale changes. Use DistributedOptimizer(LossScaleOptimizer(optimizer)) in "
-            "place of the tape, or mixed_bfloat16, which needs no scale"
+            "gradients of a compressed tape are given to a LossScaleOptimizer: the residual has the loss scale of "
+            "earlier steps, and the scale changes. Use DistributedOptimizer(LossScaleOptimizer(optimizer)) in place of "
+            "the tape, or mixed_bfloat16, which needs no scale"
         )
     changes = inner.gradient_accumulation_steps or inner.loss_scale_factor
     own = clipping_of(inner)
     if own is not None and (changed or (marked and changes)):
         raise UnsupportedUse(
-            f"{own[0]}={own[1]:g} of the optimizer would clip what a compressed tape has returned, after it was "
-            "scaled, accumulated or changed otherwise: an update in bursts, not a gradient. Use DistributedOptimizer "
-            f"in place of the tape; or take {own[0]} away, and {INSTEAD}"
+            f"{own[0]}={own[1]:g} of the optimizer would clip gradients of a compressed tape, after they were scaled, "
+            "accumulated or changed: they are an update that comes in bursts. Use DistributedOptimizer in place of the "
+            f"tape; or remove {own[0]}, and {INSTEAD}"
         )
     if changed and hvd.rank() == 0:
         _say_once_that_it_is_changed()
@@ -189,7 +190,7 @@ def _check(optimizer: BaseOptimizer, grads: Sequence[Gradient], keys: set[Key]) 
 @functools.cache
 def _say_once_that_it_is_changed() -> None:
     _log.warning(
-        "dgc_horovod: the script changes what a compressed tape has returned before it is applied. That is an update, "
-        "in bursts, and no gradient: what a clipping of its own cuts is lost. To clip, %s",
+        "dgc_horovod: the script changes gradients of a compressed tape before they are applied. They are an update "
+        "that comes in bursts: if the script clips them, the part that is cut off is lost. To clip, %s",
         INSTEAD,
     )

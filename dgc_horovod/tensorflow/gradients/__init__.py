@@ -1,1 +1,1 @@
-"""From one rank's gradients to all ranks', inside a graph."""
+"""The exchange of gradients inside a graph."""

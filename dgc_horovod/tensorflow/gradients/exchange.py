@@ -1,7 +1,7 @@
-"""The gradients of one set of variables: inside a TensorFlow graph, from this rank's to all ranks'.
+"""The exchange of the gradients of one set of variables, inside a TensorFlow graph.
 
-compress (Python, a call a bucket) -> Horovod's operation -> decode (Python) -> the updates. The Python parts keep u
-and v (`host_steps`); the graph holds no state, so it may be traced as often as Keras likes.
+compress (Python, one call for each bucket) -> Horovod's operation -> decode (Python) -> the updates. The Python parts
+hold u and v (`host_steps`); the graph holds no state, so it may be traced any number of times.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _NOTHING = np.empty(0, np.float32)
 
 
 class Exchanged(NamedTuple):
-    """What came back.
+    """The result of an exchange.
 
     Args:
-        gradients: one for each given.
-        finite: whether the step may be applied; None: not looked at.
+        gradients: one for each given gradient.
+        finite: whether the step may be applied; None: not checked.
         dense: whether the step is the optimizer's own; None: its arithmetic is split at every step, or at none.
     """
 
@@ -93,22 +93,22 @@ class GradientExchange:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether u and v are with the engines, and not in the optimizer's slots."""
+        """Whether the engines hold u and v, and not the optimizer's slots."""
         return True
 
     @property
     def compresses(self) -> bool:
-        """Whether the next step may be one that no rank in join takes part in."""
+        """Whether the next step may be compressed, so that no rank may be in join."""
         return True
 
     def give_up(self, why: str) -> None:
-        """What may choose its exchange chooses no more, and goes back to stock Horovod's; in words, why."""
+        """End a trial of compression auto, and go back to stock Horovod's exchange; `why`: reason, for the log."""
 
     def joins(self) -> None:
-        """What may choose its exchange, and has not, never will: this rank is about to call ``hvd.join()``."""
+        """End a trial of compression auto without a choice: this rank is about to call ``hvd.join()``."""
 
     def follow(self, other: GradientExchange) -> None:
-        """`other` may have had some of these variables before, and what waits of them: their warm-up goes on."""
+        """Continue the warm-up of `other`, if it had some of these variables, and their residuals, before."""
         ours, theirs = self.steps.buckets, other.steps.buckets
         shared = {source.key for source in self.sources} & {source.key for source in other.sources}
         if ours is not None and theirs is not None and shared and theirs.steps > ours.steps:
@@ -129,12 +129,12 @@ class GradientExchange:
             iterations: number of steps that the optimizer has made, >= 0.
             learning_rate: present learning rate; it and `iterations` are used to take over a checkpoint.
             weights: variables, one for each source.
-            everything: variables that are set right where they differ between ranks; see `Replicas`.
+            everything: variables that are set to those of rank 0 where ranks differ; see `Replicas`.
 
         Raises:
             UnsupportedUse: in a graph that XLA compiles.
-            ConfigError: the warm-up needs an epoch and nobody has told it.
-            DGCError: in eager mode, what went wrong; inside a graph TensorFlow raises an error with its text.
+            ConfigError: the warm-up needs an epoch, and none was set.
+            DGCError: an error in eager mode; inside a graph TensorFlow raises an error with its text.
         """
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise UnsupportedUse(
@@ -142,7 +142,7 @@ class GradientExchange:
                 "jit_compile=False to tf.function or model.compile"
             )
         if self.steps.buckets is not None:
-            self.steps.buckets.density()  # an error that should not wait until the graph runs
+            self.steps.buckets.density()  # raises its error now, and not when the graph runs
         numbers = tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
         arguments = list(gradients), *numbers, list(weights), list(everything)
         if not tf.executing_eagerly():
@@ -169,7 +169,7 @@ class GradientExchange:
             with tf.control_dependencies([self._replicas(part, step, rate, weights, everything)]):
                 started = tf.identity(started)
         started = self._taken_over(started, fresh, rate)
-        # an error that every rank has comes before anything is sent
+        # errors that all ranks have are raised before anything is sent
         gradients = [behind(started, tf.convert_to_tensor(gradient)) for gradient in gradients]
         if self._inside is not None and self.settings.config.clip_norm is not None:
             started, gradients = self._averaged(started, gradients)
@@ -194,19 +194,21 @@ class GradientExchange:
         return [results[i] for i in range(len(gradients))], finite, own
 
     def _start(self, iterations: np.ndarray) -> list[Any]:
-        """`HostSteps.start`; also which part of the weights is compared (-1: none), and whether they are looked at."""
+        """Call `HostSteps.start`; add the part of the weights to compare (-1: none), and whether to check them."""
         started = self.steps.start(iterations)
         part = -1 if self._replicas is None else self._replicas.due(int(started[2]))
         look = self.settings.config is not None and self._weights.due()
         return [*started, np.int32(part), np.bool_(look)]
 
     def _dtype(self, i: int, dtype: tf.DType) -> tf.DType:
-        """Of the result for gradient `i`, which has `dtype`."""
+        """Return the dtype of the result for gradient `i`, which has `dtype`."""
         wide = self._keeps_fp32 and i in self.steps.place and dtype in _NARROW
         return tf.float32 if wide else dtype
 
     def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
-        gradients = [behind(started, gradient) for gradient in gradients]  # and behind an earlier one of these names
+        gradients = [
+            behind(started, gradient) for gradient in gradients
+        ]  # and after an earlier collective of these names
         given = dict(enumerate(gradients))
         results = self.collectives.in_time("dense.*", gradients, lambda _: self._dense_path(given))
         results = [results[i] for i in range(len(gradients))]
@@ -216,7 +218,7 @@ class GradientExchange:
             return [tf.identity(result) for result in results]
 
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        """At the first step, and after a checkpoint was loaded: the optimizer's slots move into the engines."""
+        """Move the optimizer's slots into the engines, at the first step and after a checkpoint was loaded."""
         slots = {i: [native(slot) for slot in self.update.slots(self.sources[i].key)] for i in sorted(self.compressed)}
         everything = [slot for mine in slots.values() for slot in mine]
         if not everything:
@@ -234,7 +236,7 @@ class GradientExchange:
     def _compressed(
         self, started: tf.Tensor, gradients: Sequence[tf.Tensor]
     ) -> tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]:
-        """A message of each bucket, and the gradients that go by the dense path."""
+        """Return a message of each bucket, and the gradients of the dense path."""
         runs, steps = self.steps.runs, self.steps
         whole = {i: gradient for i, gradient in enumerate(gradients) if i not in self.steps.place}
         flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
@@ -256,23 +258,23 @@ class GradientExchange:
         return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
 
     def _second(self, started: tf.Tensor, messages: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
-        """The sum over the ranks of what they have seen of Adam's second moment, once all buckets are compressed."""
+        """Return the sum over the ranks of their parts of Adam's second moment, once all buckets are compressed."""
         if not (self.update.arithmetic.dense_is_stock and self.compressed):
             return _NOTHING
         with tf.control_dependencies([part for message in messages for part in message]):
             (own,) = self._call(self.steps.second_message, [started], [tf.float32])
         own.set_shape([None])
         reduced = partial(self.collectives.allreduce, own, "second")
-        return tf.cond(tf.size(own) > 0, reduced, lambda: own)  # there is nothing on no rank, or on all
+        return tf.cond(tf.size(own) > 0, reduced, lambda: own)  # it is empty on all ranks, or on none
 
     def _armed(self, started: tf.Tensor, given: Sequence[tf.Tensor]) -> tf.Tensor:
-        """`started`, once `given` is there and the clock runs for what the others of the node give."""
+        """Return `started` once `given` is there, and start the clock for the other workers of the node."""
         with tf.control_dependencies(list(given)):
             (armed,) = self._call(self.steps.arm, [started], [tf.int64])
         return armed
 
     def _averaged(self, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """The gradients of the node, all of them: a limit is one of theirs."""
+        """Return the node's averages of all gradients: the limit of clipping is for them."""
         inside, armed = self._inside, self._armed(started, gradients)
         assert inside is not None
         with tf.control_dependencies([armed]):
@@ -281,7 +283,7 @@ class GradientExchange:
         return armed, [tf.cast(x, gradient.dtype) for x, gradient in zip(averages, gradients, strict=True)]
 
     def _slice(self, run: BucketRun, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        """This worker's slice of the mean of the node's gradients of a bucket."""
+        """Return this worker's slice of the mean of the node's gradients of a bucket."""
         engine, inside = run.engine, self._inside
         assert inside is not None
         padding = inside.workers * engine.bucket.numel - engine.whole.numel
@@ -291,7 +293,7 @@ class GradientExchange:
         return tf.reduce_mean(tf.reshape(received, [inside.workers, engine.bucket.numel]), 0)
 
     def _decoded(self, run: BucketRun, triple: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The updates of a bucket, and whether they are finite."""
+        """Return the updates of a bucket, and whether they are finite."""
         steps, rounds = self.steps, len(run.alternatives)
         for number in range(rounds):
             received = run.carried(self._transports, number, triple)

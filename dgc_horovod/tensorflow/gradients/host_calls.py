@@ -1,6 +1,6 @@
 """Python functions inside a TensorFlow graph, on the arrays that the kernels work on, without a copy.
 
-They must never wait for another rank: two of them could block the pool's threads in opposite orders on two ranks.
+They must never wait for another rank: two calls could block the pool's threads in opposite orders on two ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Array, Kernels
 
 _log = logging.getLogger("dgc_horovod")
-_ALIGNMENT = 64  # bytes; TensorFlow copies what is not aligned so
-_OUTLIVES = "a graph outlives the DistributedOptimizer whose steps it makes; keep the optimizer"
+_ALIGNMENT = 64  # bytes; TensorFlow copies memory with less alignment
+_OUTLIVES = "a graph was run after its DistributedOptimizer was deleted; keep a reference to the optimizer"
 
 
 def threads() -> int:
@@ -30,7 +30,7 @@ def threads() -> int:
 
 
 def kernels_on(device: str | None) -> Kernels:
-    """The kernels for gradients on a GPU (through torch, by DLPack) or on the host; the latter where torch is not."""
+    """Return the kernels for gradients on a GPU (through torch, by DLPack), or on the host, also without torch."""
     if device is not None:
         try:
             return registry.choose(device)
@@ -42,7 +42,7 @@ def kernels_on(device: str | None) -> Kernels:
 def host_call(
     function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], kernels: Any = None
 ) -> list[tf.Tensor]:
-    """The tensors that ``function(*inputs)`` returns, when the graph gets there.
+    """Return the tensors of ``function(*inputs)``, which is called when the graph runs.
 
     Args:
         function: function of Arrays of `kernels` (NumPy arrays without) that returns one for each of `dtypes`.
@@ -61,17 +61,17 @@ def host_call(
 
 
 class HeldCalls:
-    """The Python functions of an exchange's graphs: this alone keeps them, and all that they refer to, alive.
+    """The Python functions of an exchange's graphs; the only strong references to them.
 
-    TensorFlow keeps the graphs of models that are gone, and those keep the Python functions that they call. What the
-    functions refer to knows this weakly, or it would be a cycle, and u and v would stay until the next collection.
+    TensorFlow keeps the graphs of deleted models, and graphs keep the Python functions that they call. Objects that the
+    functions use refer to this weakly: with a cycle, u and v would stay until the next garbage collection.
     """
 
     def __init__(self) -> None:
         self._functions: list[Callable[..., Any]] = []
 
     def hold(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, as a graph is given it."""
+        """Return a function for a graph that refers to `function` weakly."""
         self._functions.append(function)
         known = weakref.ref(function)
 
@@ -81,18 +81,17 @@ class HeldCalls:
                 raise UnsupportedUse(_OUTLIVES)
             try:
                 return alive(*arguments)
-            except ReferenceError:  # what it makes steps of is gone already
+            except ReferenceError:  # the optimizer is deleted already
                 raise UnsupportedUse(_OUTLIVES) from None
 
         return call
 
 
 def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
-    """`tensor`, once `gate` is there: what a collective inside a graph is given, so that it runs at every step.
+    """Return `tensor` once `gate` is there. Inputs of collectives pass through this, so that they run at every step.
 
-    To TensorFlow a collective has no effect beside its result. One on a constant it would run once, while it optimizes
-    the graph, whatever comes before it by a control dependency: ranks would hang, or apply that result for ever. Copies
-    nothing.
+    To TensorFlow a collective has no effect beside its result. It would run one on a constant once, while it optimizes
+    the graph, in spite of control dependencies: ranks would hang, or apply that result for ever. Nothing is copied.
 
     Args:
         gate: scalar, an integer >= 0 that a host call has returned.
@@ -101,7 +100,7 @@ def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
     zero = tf.cast(tf.minimum(tf.reshape(gate, [1]), 0), tf.int32)
 
     def same(part: tf.Tensor) -> tf.Tensor:
-        # a slice that begins where only the gate knows; TensorFlow sees through a reshape, or a product with zeros
+        # a slice whose begin depends on the gate; TensorFlow would optimize away a reshape, or a product with zeros
         whole = tf.reshape(tf.slice(tf.reshape(part, [-1]), zero, [-1]), tf.shape(part))
         whole.set_shape(part.shape)
         return whole
@@ -112,7 +111,7 @@ def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
 
 
 def _as_list(results: tf.Tensor | Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """In eager mode TensorFlow returns a single result as it is."""
+    """Return a list; in eager mode TensorFlow returns a single result without one."""
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
@@ -123,7 +122,7 @@ def _as_tensor(result: Array, kernels: Any) -> tf.Tensor:
 
 
 class Blocks:
-    """Memory for vectors that are handed to TensorFlow, used again once it has let go of them.
+    """Memory for vectors that are handed to TensorFlow, reused once it has released them.
 
     A step's updates are as large as the model: new memory for them would cost a page fault for every 4 KiB.
 
@@ -139,7 +138,7 @@ class Blocks:
         self._blocks: list[np.ndarray] = []
 
     def take(self) -> list[np.ndarray]:
-        """One vector for each size, aligned, which nobody else sees."""
+        """Return one vector for each size, aligned, in memory that is not in use."""
         for i in range(len(self._blocks)):
             if sys.getrefcount(self._blocks[i]) == 2:  # the list's, and that of the argument: no view is left
                 return self._views(self._blocks[i])

@@ -1,6 +1,6 @@
-"""What happens on the host in a step: Python functions that a TensorFlow graph calls, and the u and v they keep.
+"""The host part of a step: Python functions that a TensorFlow graph calls, and the u and v that they hold.
 
-`exchange` builds the graph around them. They work on Arrays of the kernels; none waits for another rank.
+`exchange` builds the graph around them. They work on Arrays of the kernels, and never wait for another rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class HostSteps:
         settings: the compression and Horovod's arguments.
         transports: transport of each group of workers; that of all for its traffic and its watch.
         update: form in which gradients enter the residual.
-        ownership: of u and v, shared by all exchanges that may meet the same variables.
-        number: index of the exchange, from 0, among those of the same variables that have each a state of their own.
-        calls: what keeps the Python functions of graphs alive.
+        ownership: ownership of u and v, shared by all exchanges that may have the same variables.
+        number: index of the exchange, from 0, among those with the same variables and states of their own.
+        calls: holder of the Python functions of graphs.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class HostSteps:
         self.place = {i: run for run in self.runs for i in run.members}
         if config.clip_norm is not None and len({run.kernels.array_kind for run in self.runs}) > 1:
             raise UnsupportedUse(
-                "clip_norm with variables on GPUs and on the host: their norm is taken at once; place all of them alike"
+                "clip_norm with variables on GPUs and on the host is not supported; place all on one kind of device"
             )
         return buckets
 
     def noting(self, function: Callable[..., Sequence[Array]], *first: object) -> Callable[..., Sequence[Array]]:
-        """``function(*first, ...)``, remembering its error, which TensorFlow turns into one of its own."""
+        """Return ``function(*first, ...)`` that also notes its error, which TensorFlow turns into one of its own."""
 
         def noting(*arguments: Array) -> Sequence[Array]:
             try:
@@ -135,7 +135,7 @@ class HostSteps:
     # -- what is kept between steps
 
     def residuals(self) -> ResidualState:
-        """A copy of what waits on this rank, with tensors by their numbers: Keras' names depend on what was built."""
+        """Return a copy of the residuals of this rank, by number of the tensor: Keras' names are not stable."""
         assert self.buckets is not None
         if self.buckets.under_way:
             raise UnsupportedUse("residuals can be saved between two steps only")
@@ -147,25 +147,26 @@ class HostSteps:
         self.buckets.check_fits(self._named(state))
 
     def load(self, state: ResidualState) -> None:
-        """Go on from what `residuals` gave; without momentum in it the optimizer's slots are taken over."""
+        """Go on from a state of `residuals`; without momentum in it, the optimizer's slots are taken over."""
         assert self.buckets is not None and self.holder is not None
         self.buckets.load(self._named(state))
         if left := len(self.buckets.dense_residuals):
             self.buckets.dense_residuals.clear()
             if self.collectives.rank == 0:
                 _log.warning(
-                    "dgc_horovod: what coding had left of %d small tensors is dropped: they go whole now", left
+                    "dgc_horovod: the residuals of %d small tensors are dropped: these are sent without a residual now",
+                    left,
                 )
         self.holder.in_slots = not (state.second or any(MOMENTUM in arrays for arrays in state.tensors.values()))
 
     def _named(self, state: ResidualState) -> ResidualState:
-        """`state` with the names of buckets in place of numbers."""
+        """Return `state` with the names of buckets in place of numbers."""
         assert self.buckets is not None
         names = {_number_of(name): name for name in self.buckets.numel}
         return state.renamed(lambda number: names.get(number, number))
 
     def renew(self) -> None:
-        """The ranks are others: the same buckets for as many as there are now, with nothing kept."""
+        """Make the same buckets anew for the present number of ranks, with empty residuals."""
         self.collectives.renew()
         if self.holder is not None:
             self.buckets = self.holder.buckets = self._make()
@@ -174,27 +175,27 @@ class HostSteps:
                 run.engine = engine
 
     def take_over_again(self) -> None:
-        """At the next step take over the optimizer's slots: they hold what was here."""
+        """Take over the optimizer's slots at the next step: they hold the momentum."""
         if self.holder is not None:
             self.holder.in_slots = True
 
     # -- a step, in this order
 
     def start(self, iterations: np.ndarray) -> list[Any]:
-        """Begin; returns `iterations`, whether the optimizer's slots are to be taken over, the number of steps before,
-        and whether the step is the optimizer's own.
+        """Begin a step; return `iterations`, whether the optimizer's slots are to be taken over, the number of steps
+        before, and whether the step is the optimizer's own.
 
-        A step before this one that was not finished (an error in the graph) has sent nothing that counts.
+        An unfinished step before this one (an error in the graph) is rolled back.
         """
         buckets, self._iterations, fresh = self.buckets, int(iterations), False
         if buckets is not None and self.holder is not None:
             self._check_ranks()
             buckets.begin()
             if buckets.config.exchanges_weights:
-                buckets.decay(buckets.config.local_decay)  # weights are exchanged: what waits fades
+                buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
             self._ownership.step_begins(self.holder, self._iterations)
             self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
-            if not self._dense:  # those that other workers of the node keep, too
+            if not self._dense:  # also for tensors of other workers of the node
                 buckets.accumulations = self.update.entering(buckets)
             fresh = self.holder.begins(self._dense)
         steps = buckets.steps if buckets is not None else 0
@@ -208,16 +209,16 @@ class HostSteps:
         self._ownership.step_begins(self.holder, int(iterations))
 
     def _check_ranks(self) -> None:
-        """Raise UnsupportedUse in an elastic job whose ranks have changed unseen; dense exchanges need not know."""
+        """Raise UnsupportedUse if an elastic job has other ranks now, and nothing has called `renew`."""
         before, now = self.collectives.workers, self.collectives.process_set.size() if envvars.horovod_elastic() else 0
         if now and now != before:
             raise UnsupportedUse(
-                f"{before} ranks have become {now}, and nobody has told the optimizer: use elastic.KerasState and "
-                "elastic.run of dgc_horovod.tensorflow.keras"
+                f"the number of ranks has changed from {before} to {now}, unknown to the optimizer: use "
+                "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
             )
 
     def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: np.ndarray) -> list[Any]:
-        """Put what stood in the optimizer's slots into the engines.
+        """Move the values of the optimizer's slots into the engines.
 
         Args:
             counts: index in the list of gradients and number of slots, for each variable.
@@ -234,12 +235,12 @@ class HostSteps:
         return [np.bool_(True)]
 
     def compress(self, run: BucketRun, _: Array, *gradients: Array) -> list[Array]:
-        """Take in a bucket's gradients; what its first round sends, as `BucketRun.triple`."""
+        """Compress a bucket's gradients; return the message of its first round, as `BucketRun.triple`."""
         self._add_gradients(run, gradients)
         return self._message(run, 1.0)
 
     def compress_clipped(self, _: Array, *gradients: Array) -> list[Array]:
-        """The same for all buckets at once, and the factor by which the other gradients are to be clipped."""
+        """Compress all buckets at once, clipped; return also the factor that clips the other gradients."""
         assert self.buckets is not None
         rest = list(gradients)
         for run in self.runs:
@@ -259,26 +260,26 @@ class HostSteps:
             self.buckets.add_gradient(run.engine, i, gradient)
 
     def name_of(self, i: int) -> str:
-        """The name of variable `i` in `buckets`."""
+        """Return the name of variable `i` in `buckets`."""
         return self._names[i]
 
     def second_message(self, _: np.ndarray) -> list[Any]:
-        """What the ranks add up of Adam's second moment at this step, of as many numbers on every rank."""
+        """Return this rank's part of Adam's second moment at this step, for a sum; of equal length on every rank."""
         message = None if self.buckets is None else self.buckets.adam.message()
         return [np.empty(0, np.float32) if message is None else message]
 
     def second_of(self, run: BucketRun) -> np.ndarray:
-        """Adam's second moment of the variables of a bucket, flat; the same on every rank."""
+        """Return Adam's second moment of the variables of a bucket, flat; the same on every rank."""
         assert self.buckets is not None
         return np.concatenate([self.buckets.second[segment.name].square() for segment in run.engine.whole.segments])
 
     def keep(self, i: int, arrays: Arrays) -> None:
-        """Keep of variable `i`, of which these arrays are whole, what this rank keeps of it."""
+        """Store the state of variable `i` from whole arrays, of which this rank keeps its slice."""
         assert self.buckets is not None
         self.buckets.keep(self._names[i], arrays)
 
     def arm(self, started: np.ndarray | int) -> list[Any]:
-        """From now on the others are waited for, no longer than DGC_TIMEOUT; returns `started`."""
+        """Start the clock of DGC_TIMEOUT for the other ranks; returns `started`."""
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
         return [np.int64(started)]
 
@@ -290,11 +291,11 @@ class HostSteps:
         return run.triple(0, message.payload)
 
     def next_round(self, run: BucketRun, number: int, data: Array, floats: Array) -> list[Array]:
-        """What round `number` of a bucket's exchange sends, given what the one before has brought."""
+        """Return the message of round `number` of a bucket's exchange, given the result of the round before."""
         return run.triple(number, self._receive(run, data, floats))
 
     def decode(self, run: BucketRun, data: Array, floats: Array) -> list[Array]:
-        """The updates of a bucket from what the last round has brought, and whether they are finite."""
+        """Return the updates of a bucket from the result of the last round, and whether they are finite."""
         assert self.buckets is not None
         self._receive(run, data, floats)
         updates = run.new_updates()
@@ -311,16 +312,16 @@ class HostSteps:
         if not (data.size or floats.size):  # at this density there is no such round
             return None
         self.counts.traffic.waited(time.perf_counter() - self._idle_since)
-        # the engine looks at packets until the next ones come; their memory is TensorFlow's
+        # the engine reads packets until the next ones come, and their memory is TensorFlow's
         buffer = self.buckets.receive(run.engine, data.copy() if data.size else floats)
         self._idle_since = time.perf_counter()
         return buffer
 
     def end(self, dense_bytes: int, dense_parts: int, second: np.ndarray, *flags: np.ndarray) -> list[Any]:
-        """Close the step; returns whether every rank may apply it.
+        """End the step; returns whether every rank may apply it.
 
         Args:
-            dense_bytes, dense_parts: bytes of this rank's gradients on the dense path, and how many there are.
+            dense_bytes, dense_parts: bytes of this rank's gradients on the dense path, and their number.
             second: sum over the ranks of `adam.message`.
             flags: whether each part is finite, those of the dense path first.
         """
@@ -348,5 +349,5 @@ class HostSteps:
 
 
 def _number_of(name: str) -> str:
-    """The number that begins a tensor's name."""
+    """Return the number at the begin of a tensor's name."""
     return name.partition(" ")[0]  # padding has none

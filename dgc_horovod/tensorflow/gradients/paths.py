@@ -1,4 +1,4 @@
-"""The graph of one bucket, and of the variables that are in none."""
+"""The graph of one bucket, and of the variables outside of buckets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DensePath:
         self._compression, self._groups = compression, groups
 
     def nbytes(self, gradients: Iterable[Gradient]) -> int:
-        """Bytes that `gradients` are when they are sent, from their static shapes; sparse ones have none."""
+        """Return the bytes of `gradients` when sent, by their static shapes; sparse ones are not counted."""
         half = self._compression is not hvd.Compression.none
         return sum(
             (2 if half else gradient.dtype.size) * (gradient.shape.num_elements() or 0)
@@ -54,7 +54,7 @@ class DensePath:
         )
 
     def __call__(self, gradients: Mapping[int, Gradient]) -> dict[int, Gradient]:
-        """The combined gradient for each index."""
+        """Return the combined gradient for each index."""
         if self._collectives.alone:
             return dict(gradients)
         sparse = {i: g for i, g in gradients.items() if isinstance(g, tf.IndexedSlices)}
@@ -104,7 +104,7 @@ class DensePath:
         values = tf.cast(values, gradient.dtype)
         if self._settings.averages:
             values = values / self._collectives.size(gradient.dtype)
-        # a rank that has none sends int64, and the width must be everybody's
+        # a rank without a gradient sends int64, and all ranks must send the same dtype
         indices = self._collectives.allgather(tf.cast(gradient.indices, tf.int64), f"indices.{i}")
         return combined(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
@@ -116,7 +116,7 @@ _NO_BYTES, _NO_FLOATS = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 @dataclass(eq=False)
 class BucketRun:
-    """A bucket, where its tensors stand in the list of gradients, and memory for its updates."""
+    """A bucket, the indices of its tensors in the list of gradients, and memory for its updates."""
 
     engine: BucketEngine
     members: tuple[int, ...]
@@ -124,17 +124,17 @@ class BucketRun:
 
     @property
     def kernels(self) -> Kernels:
-        """Those of its device."""
+        """Kernels of its device."""
         return self.engine.kernels
 
     def new_updates(self) -> list[Any]:
-        """Memory for one update of each tensor."""
+        """Return memory for one update of each tensor."""
         if self.kernels.array_kind == "numpy":
             return self.blocks.take()
         return [self.kernels.new(segment.numel) for segment in self.engine.whole.segments]
 
     def of_slice(self, gradients: Sequence[Any], whole: bool) -> list[Any]:
-        """The gradients of what this worker keeps of a bucket, from its slice in one, or from whole ones."""
+        """Return the gradients of this worker's slice of a bucket, from the flat slice, or from whole gradients."""
         segments, engine = self.engine.bucket.segments, self.engine
         if not whole:
             (flat,) = gradients
@@ -145,7 +145,7 @@ class BucketRun:
 
     @cached_property
     def alternatives(self) -> list[dict[_Form, Round | None]]:
-        """For each round, the collectives that may carry it by their forms; None: there may be no such round."""
+        """Possible collectives of each round, by form; None: the round may not exist."""
         config, engine = self.engine.config, self.engine
         if envvars.horovod_elastic():
             wire = engine.spec(config.final_density).wire
@@ -163,18 +163,18 @@ class BucketRun:
         return found
 
     def triple(self, number: int, buffer: np.ndarray | None) -> list[Any]:
-        """What round `number` sends, for `carried`; None where there is no such round."""
+        """Return the message of round `number` for `carried`; `buffer` None: there is no such round."""
         rounds = self.engine.exchange.rounds
         form = _form(rounds[number] if number < len(rounds) else None)
         which = np.int32(list(self.alternatives[number]).index(form))
         if buffer is None:
             return [which, _NO_BYTES, _NO_FLOATS]
-        if buffer.dtype == np.uint8:  # the engine writes the next one to the same place
+        if buffer.dtype == np.uint8:  # the engine writes the next message to the same memory
             return [which, buffer.copy(), _NO_FLOATS]
         return [which, _NO_BYTES, buffer]
 
     def carried(self, transports: Mapping[str, Any], number: int, triple: list[tf.Tensor]) -> list[tf.Tensor]:
-        """What round `number` brings: a vector of bytes and one of floats, at most one of them not empty."""
+        """Run round `number`; return a vector of bytes and one of floats, at most one of them not empty."""
         which, data, floats = triple
 
         def branch(collective: Round | None) -> Callable[[], list[tf.Tensor]]:
@@ -193,5 +193,5 @@ class BucketRun:
 
 
 def _form(collective: Round | None) -> _Form:
-    """What tells one collective of a graph from another: sizes may differ from density to density."""
+    """Return the properties that distinguish collectives of a graph; sizes may differ between densities."""
     return None if collective is None else (collective.name, collective.kind, collective.dtype)

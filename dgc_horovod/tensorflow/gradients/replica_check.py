@@ -1,4 +1,4 @@
-"""Comparison of weights between ranks, and with the updates that they were given."""
+"""Comparison of weights between ranks, and checks that weights are finite."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dgc_horovod.tensorflow.wrapping.variables import Source, native, numel_of
 
 
 class WeightsWatch:
-    """Looks at the weights of one exchange where a gradient is not finite, to say so if they are not either.
+    """Checks whether the weights of one exchange are finite if a gradient is not, for the message.
 
-    Of an optimizer whose arithmetic is not known it also looks after its first compressed steps: before the next one
-    is applied, since Keras applies the one before by itself.
+    For an optimizer of unknown arithmetic it also checks them after its first compressed steps: before the next one is
+    applied, since Keras applies the one before by itself.
 
     Args:
         sources: variables of the exchange, in its order.
@@ -38,7 +38,7 @@ class WeightsWatch:
         self._looks, self._seen = LOOKS if steps.update.unknown else 0, 0
 
     def due(self) -> bool:
-        """Whether the step before is one to be looked at whatever gradients are."""
+        """Whether the weights after the step before are checked even if all gradients are finite."""
         assert self._steps.buckets is not None
         counts, seen = self._steps.buckets.counts, self._seen
         self._seen = counts.steps - counts.skipped
@@ -47,16 +47,16 @@ class WeightsWatch:
         return is_due
 
     def __call__(self, due: tf.Tensor, flags: Sequence[tf.Tensor], weights: Sequence[Any]) -> tf.Tensor:
-        """What the end of the step must come after.
+        """Return a tensor that the end of the step must depend on.
 
         Args:
-            due: what `due` has said at its beginning.
-            flags: whether each part of what came back is finite.
+            due: result of `due` at the begin of the step.
+            flags: whether each part of the exchanged update is finite.
             weights: variables, one for each of the sources.
         """
         assert self._steps.buckets is not None
         due.set_shape([])
-        if self._steps.buckets.config.exchanges_weights or not weights:  # weights are what is exchanged; no case
+        if self._steps.buckets.config.exchanges_weights or not weights:  # weights are exchanged: not checked here
             return due
 
         def look() -> tf.Tensor:
@@ -69,7 +69,7 @@ class WeightsWatch:
         return done
 
     def _judge(self, due: np.ndarray, sound: np.ndarray) -> list[Any]:
-        """Raises NotFinite: the optimizer has made such weights; on every rank, as they are the same."""
+        """Raise NotFinite if the optimizer made such weights; on every rank, as they are the same."""
         assert self._steps.buckets is not None
         buckets, update = self._steps.buckets, self._steps.update
         name = next((name for name, is_sound in zip(self._names, sound, strict=True) if not is_sound), "")
@@ -83,7 +83,7 @@ _log = logging.getLogger("dgc_horovod")
 
 
 class Replicas:
-    """The weights of the variables of one exchange, as `ReplicaCheck` sees them.
+    """Comparison of the weights of one exchange, see `ReplicaCheck`.
 
     Args:
         sources: variables of the exchange, in its order.
@@ -97,12 +97,12 @@ class Replicas:
         self._collectives = steps.collectives
         sizes = [numel_of([source]) * tf.as_dtype(source.dtype).size for source in sources]
         self._check = replicas.ReplicaCheck(sizes, config, steps.collectives)
-        self.due = self._check.due  # before the step after so many others
+        self.due = self._check.due  # of the number of steps before
 
     def __call__(
         self, part: tf.Tensor, step: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any], everything: Sequence[Any]
     ) -> tf.Tensor:
-        """Compare `part`, if there is one; a tensor on which what follows must depend.
+        """Compare `part`, if there is one; return a tensor that the step must depend on.
 
         Args:
             part: index of the part, from `due`; -1: none.
@@ -135,13 +135,13 @@ class Replicas:
         return compared
 
     def _record(self, step: np.ndarray, rate: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-        """What this rank sends: the learning rate, the step and a checksum of each tensor."""
+        """Return this rank's record: the learning rate, the step and a checksum of each tensor."""
         self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
         sums = [replicas.checksum([value]) for value in values]
         return [np.array([int(np.float32(rate).view(np.uint32)), int(step), *sums], np.uint32).view(np.uint8)]
 
     def _judge(self, part: int, step: np.ndarray, theirs: np.ndarray) -> list[Any]:
-        """Whether all ranks have sent the same.
+        """Return whether the records of all ranks are equal.
 
         Raises:
             ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
@@ -187,13 +187,13 @@ class Replicas:
 
 
 def _plain(variable: tf.Variable) -> tf.Tensor:
-    """Its value, in a dtype that can be cut into bytes."""
+    """Return the value of a variable, in a dtype that can be cast to bytes."""
     value = variable.read_value()
     return tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
 
 
 def compare_weights(collectives: Collectives, variables: Sequence[Any]) -> None:
-    """Warn if the ranks begin with different weights: nobody has broadcast them, or somebody will after this step."""
+    """Warn if the ranks begin with different weights, as none were broadcast, or will be after this step only."""
     if collectives.alone:
         return
     digest = hashlib.blake2b(digest_size=8)

@@ -27,7 +27,7 @@ from dgc_horovod.tensorflow.gradients.host_calls import host_call
 
 _log = logging.getLogger("dgc_horovod")
 _LOOK_EVERY = 0.25  # seconds
-_SHUTDOWN_LASTS = 60.0  # seconds at most that the end of the process waits for a shutdown under way
+_SHUTDOWN_LASTS = 60.0  # most seconds that the end of the process waits for a shutdown under way
 
 
 class Watch:
@@ -43,22 +43,22 @@ class Watch:
 
     @property
     def workers(self) -> int:
-        """N; asked anew in an elastic job only: a set of one rank goes on when the others have shut Horovod down."""
+        """N; in an elastic job read each time: a set of one rank goes on after the others have shut Horovod down."""
         return self.process_set.size() if envvars.horovod_elastic() else self._workers
 
     def arm(self, what: str) -> None:
-        """From now on the clock runs, for `what`: all that this rank has to give has been given."""
+        """Start the clock for `what`: this rank has contributed its part."""
         self.error = None
         if self.workers > 1:
             self.what, self.deadline = what, time.monotonic() + self.timeout
             _watcher.look_after(self)
 
     def disarm(self) -> None:
-        """It has come, or is waited for no more."""
+        """Stop the clock: the result is there, or no longer needed."""
         self.deadline = None
 
     def expire(self) -> None:
-        """The time is over."""
+        """Note and log that the time is over."""
         text = timed_out(self.rank, self._workers, self.what, self.timeout)
         self.error, self.deadline = CollectiveTimeout(text), None
         _log.error("dgc_horovod: CollectiveTimeout: %s. Shutting Horovod down", self.error)
@@ -66,7 +66,7 @@ class Watch:
 
 @contextmanager
 def watched(process_set: hvd.ProcessSet, what: str, timeout: float | None = None) -> Iterator[None]:
-    """Around operations that block, in eager mode.
+    """Watch blocking operations inside, in eager mode.
 
     Raises:
         CollectiveTimeout: they did not end within `timeout` seconds (None: DGC_TIMEOUT).
@@ -82,7 +82,7 @@ def watched(process_set: hvd.ProcessSet, what: str, timeout: float | None = None
 
 
 class _Watcher:
-    """The thread, and the clocks that it looks at."""
+    """The thread of the watchdog, and the clocks that it watches."""
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -91,7 +91,7 @@ class _Watcher:
         self._lock = threading.Lock()  # steps of several threads arm their clocks
 
     def look_after(self, watch: Watch) -> None:
-        """Look at `watch` from now on."""
+        """Watch `watch` from now on."""
         with self._lock:
             self._watches.add(watch)
             if self._thread is None or not self._thread.is_alive():
@@ -108,25 +108,25 @@ class _Watcher:
         while not self._ending:
             time.sleep(_LOOK_EVERY)
             now = time.monotonic()
-            with self._lock:  # no list of all that outlives a look: it would keep each of them alive until the next
+            with self._lock:  # a list that outlives this look would keep all watches alive until the next one
                 late = [w for w in self._watches if (deadline := w.deadline) is not None and now > deadline]
             for watch in late:
                 watch.expire()
             if late:
                 self._ending = True
-                # At exit Horovod shuts itself down, and of two that join its thread at once one waits for ever. What is
-                # registered last runs first, and every hvd.init() registers: not before now.
+                # At exit Horovod shuts itself down, and of two calls that join its thread at once one waits for ever.
+                # Exit handlers run in reverse order, and every hvd.init() registers one: so ours is registered now.
                 atexit.unregister(self.wait_for_shutdown)
                 atexit.register(self.wait_for_shutdown)
                 self._shut_down()
 
     def _shut_down(self) -> None:
-        if envvars.horovod_elastic():  # whose ranks go on
+        if envvars.horovod_elastic():  # ranks go on
             hvd.shutdown()
             return
         if not leaving.within(leaving.SHUTDOWN_SECONDS, hvd.shutdown):
             _log.error(
-                "dgc_horovod: another rank does not answer any more, and TensorFlow waits for it: the process ends"
+                "dgc_horovod: another rank does not answer, and TensorFlow would wait for it for ever: the process ends"
             )
             leaving.without_others(hvd)
             leaving.end_now()
@@ -136,7 +136,7 @@ _watcher = _Watcher()
 
 
 def wait_for_shutdown() -> None:
-    """Until a shutdown that was begun when a time was over is done; nothing, if there is none."""
+    """Wait for the end of a shutdown after a timeout, if there is one."""
     _watcher.wait_for_shutdown()
 
 
@@ -158,7 +158,7 @@ class Collectives:
         self.watch, self._timeout = Watch(process_set), timeout
 
     def renew(self) -> None:
-        """The ranks are others."""
+        """Adapt to other ranks."""
         self.workers, self.rank = self.process_set.size(), self.process_set.rank()
         self.traffic = Traffic()
         self.watch.disarm()
@@ -166,27 +166,27 @@ class Collectives:
 
     @property
     def first_rank(self) -> int:
-        """The first rank of the set, as Horovod numbers all."""
+        """The first rank of the set, in Horovod's numbers of all ranks."""
         return self.process_set.ranks[0] if self.process_set.ranks else 0
 
     def full_name(self, name: str) -> str:
-        """The name under which Horovod knows the collective `name`."""
+        """Return Horovod's name of the collective `name`."""
         return f"dgc.{self.tag}.{name}"
 
     def size(self, dtype: tf.DType) -> tf.Tensor:
-        """N as a tensor; in an elastic job it is asked when the graph runs."""
+        """Return N as a tensor; in an elastic job it is read when the graph runs."""
         if envvars.horovod_elastic():
             return tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), dtype)
         return tf.cast(self.workers, dtype)
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The ranks' tensors after one another, in rank order."""
+        """Return the concatenated tensors of all ranks, in rank order."""
         if self.alone:
             return tensor
         return hvd.allgather(tensor, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
 
     def alltoall(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Part i of N equal ones goes to rank i; what came, in rank order."""
+        """Send part i of N equal ones to rank i; return the received parts, in rank order."""
         if self.alone:
             return tensor
         return hvd.alltoall(tensor, name=self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
@@ -194,7 +194,7 @@ class Collectives:
     def allreduce(
         self, tensor: tf.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
-        """The sum or average over the ranks."""
+        """Return the sum or average over the ranks."""
         if self.alone:
             return tensor
         return hvd.allreduce(
@@ -208,24 +208,24 @@ class Collectives:
         )
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
-        """What rank `root` of the set has."""
+        """Return the tensor of rank `root` of the set."""
         if self.alone:
             return tensor
         first = self.process_set.ranks[root] if self.process_set.ranks else root
         return hvd.broadcast(tensor, first, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
 
     def wait(self, pending: tf.Tensor) -> tf.Tensor:
-        """The result itself: TensorFlow waits where it is used, and `watch` has the deadline."""
+        """Return the result itself: TensorFlow waits when it is used, and `watch` has the deadline."""
         return pending
 
     def in_time(self, name: str, given: Sequence[Any], reduce: Callable[[tf.Tensor], Any]) -> Any:
-        """What `reduce` puts into the graph, with the clock running from when all of `given` is there.
+        """Return the results of the operations of `reduce`, with the clock running once all of `given` is there.
 
         Args:
-            name: name of what is waited for.
+            name: name of the collective, for messages.
             given: tensors that this rank contributes.
-            reduce: function that makes the operations, and returns their results; it is given what is there when the
-                clock runs, see `behind`.
+            reduce: function that makes the operations, and returns their results; its argument is a tensor that is
+                there once the clock runs, see `behind`.
         """
 
         def arm() -> list[Any]:
@@ -259,19 +259,19 @@ class Collectives:
 
 
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
-    """The process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets(G))``.
+    """Return the process sets that a hierarchical exchange needs, for ``hvd.init(process_sets=node_process_sets(G))``.
 
     Args:
         node_size: number of workers of a node, >= 1, the same on every rank; None: DGC_NODE_SIZE, which `dgcrun` sets.
 
     Returns:
-        The sets, for `hvd.init`; none where there is one node, one worker a node, or workers do not fill nodes.
+        The sets, for `hvd.init`; none if there is one node, one worker a node, or workers do not fill nodes.
     """
     return declare(hvd.ProcessSet, node_size)
 
 
 def transports(collectives: Collectives, topology: Topology) -> Mapping[str, Collectives]:
-    """The transport of each group of workers; that of all alone where no nodes are used."""
+    """Return the transport of each group of workers; only that of all workers if no nodes are used."""
     if topology.node_size == 1:
         return {ALL: collectives}
     meet_at_exit(_meet)

@@ -28,11 +28,11 @@ __all__ = [
     "MetricAverageCallback",
 ]
 _log = logging.getLogger("dgc_horovod")
-_INSIDE, _BUILT = b"inside", b"built"  # what ranks tell each other when training begins
+_INSIDE, _BUILT = b"inside", b"built"  # states that ranks compare when training begins
 
 
 class _EpochTeller(keras.callbacks.Callback):
-    """Tells a distributed optimizer the epoch, which a density warm-up may need, and sees that it is used."""
+    """Gives a distributed optimizer the epoch, which a density warm-up may need, and checks that it is used."""
 
     @property
     def _distribution(self) -> Distribution | None:
@@ -62,8 +62,8 @@ class _EpochTeller(keras.callbacks.Callback):
 class BroadcastGlobalVariablesCallback(_EpochTeller):
     """Gives every rank the weights and the optimizer's variables of `root_rank`, when training begins.
 
-    If the model is built by its first batch only, it happens after that batch, as in Horovod; what the first
-    gradients left in residuals is then dropped. Random generators stay each rank's own.
+    If the model is built by its first batch only, this happens after that batch, as in Horovod; the residuals of the
+    first gradients are then dropped. Random generators stay each rank's own.
 
     Args:
         root_rank: rank whose variables are sent, 0 <= root_rank < hvd.size().
@@ -101,18 +101,20 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
             self._distribution.broadcast_follows = True
 
     def _is_inside(self) -> bool:
-        """Whether the model's optimizer is one that was wrapped, and not what came of that."""
+        """Whether the model's optimizer was given to DistributedOptimizer, and is not the returned one."""
         optimizer = self.model.optimizer
         if self._distribution is not None or optimizer is None:
             return False
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if any(getattr(each, "_dgc_taken", False) for each in (optimizer, inner)):
             return True
-        plain = type(self.model).train_step is keras.Model.train_step  # else the script may exchange gradients there
+        plain = (
+            type(self.model).train_step is keras.Model.train_step
+        )  # otherwise the script may exchange gradients there
         if plain and joining.has_unused() and hvd.rank() == 0:
             _log.warning(
-                "dgc_horovod: this model's %s is not what DistributedOptimizer has returned, so nothing of it is "
-                "exchanged, and what that has returned has made no step: compile the model with it",
+                "dgc_horovod: this model's %s is not the optimizer that DistributedOptimizer has returned, which has "
+                "made no step: its gradients are not exchanged. Compile the model with the returned optimizer",
                 type(optimizer).__name__,
             )
         return False
@@ -203,7 +205,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     @property
     def _optimizer(self) -> Any:
-        """The one that has the learning rate: inside a LossScaleOptimizer."""
+        """The optimizer with the learning rate: the one inside a LossScaleOptimizer."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -29,11 +29,11 @@ from dgc_horovod.tensorflow.state import passes_of
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
-# What errors of Horovod's operations say when another rank is gone; with them come paths of files, which may say more
+# Texts of errors of Horovod's operations when another rank is gone; paths of files in them may contain more
 _OF_A_LOST_RANK = re.compile(
     r"Horovod has been shut down|Horovod(Allreduce|Allgather|Broadcast)|gloo/(transport|rendezvous)/|nccl\w+ failed"
 )
-# What each rank would raise again after going back
+# Errors that each rank would raise again after going back
 _OURS = re.compile(
     "|".join(rf"\b{kind.__name__}: " for kind in DGCError.__subclasses__() if kind is not CollectiveTimeout)
 )
@@ -42,8 +42,8 @@ _OURS = re.compile(
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """``hvd.elastic.run`` for Keras 3.
 
-    Horovod's own knows an error of its operations by names that Keras 3 does not show, and drops every other error of
-    TensorFlow: the training function would end there as if all was well.
+    Horovod's own recognizes errors of its operations by names that Keras 3 does not show, and drops every other error
+    of TensorFlow: the training function would end there without an error.
 
     Args:
         func: function that takes a state first, and is run again from its last commit whenever the ranks change.
@@ -59,7 +59,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
-    """What TensorFlow raises when another rank is gone becomes the error on which Horovod goes back to a commit."""
+    """Turn TensorFlow's errors for a lost rank into the error on which Horovod goes back to a commit."""
     try:
         yield
     except CollectiveTimeout as error:
@@ -79,16 +79,16 @@ def _reset() -> None:
 class KerasState(ObjectState):
     """Weights and the optimizer's variables of a Keras 3 model, saved, restored and sent to newcomers.
 
-    What a rank has kept of gradients (u, v) is saved and restored with them, and is its own: it is never sent. When N
-    ranks become M, what the survivors have kept is scaled by M/N (where gradients are averaged), so that the combined
-    residual stays the same; newcomers begin with nothing. With local steps: see `LocalSteps.meet`.
+    Residual and momentum of a rank (v, u) are saved and restored with them, and never sent. When N ranks become M, the
+    survivors scale theirs by M/N (if gradients are averaged), so that the combined residual stays the same; newcomers
+    begin with zeros. With local steps: see `LocalSteps.meet`.
 
     Args:
         model: Keras 3 model, built.
         optimizer: optimizer of the model; None: the one compiled into it.
-        flush_on_commit: whether everything that ranks have kept is applied before each commit: a rank that is lost
-            loses nothing that was committed (see ``flush`` for what it leaves under Adam).
-        kwargs: more values to keep in step, attributes of this object.
+        flush_on_commit: whether residuals are flushed before each commit: a lost rank then loses nothing that was
+            committed (see ``flush`` for Adam).
+        kwargs: more values to synchronize, attributes of this object.
     """
 
     def __init__(self, model: Model, optimizer: Any = None, flush_on_commit: bool = False, **kwargs: object) -> None:
@@ -134,15 +134,15 @@ class KerasState(ObjectState):
             self._kept = self._distribution.residuals(own=False)
 
     def commit(self) -> None:
-        """As Horovod's."""
-        # before its first step a newcomer has nothing to flush with; and some methods make a step of their own
+        """Commit, as Horovod does, after a flush if asked for."""
+        # a newcomer cannot flush before its first step; and with some methods a flush is a step
         if self._flushes and self._distribution is not None and self._iterations != self._settled_at:
             self.optimizer.flush()
             self._settled_at = self._iterations
         super().commit()
 
     def save(self) -> None:
-        """Remember the present values."""
+        """Store the present values."""
         self._remember()
         super().save()
 
@@ -157,13 +157,13 @@ class KerasState(ObjectState):
         super().restore()
 
     def reset(self) -> None:
-        """The ranks are others."""
+        """Adapt to other ranks."""
         super().reset()
         if self._distribution is not None:
             self._distribution.renew(self._iterations)
 
     def sync(self) -> None:
-        """Give every rank the values of rank 0, and save them; what a rank has kept stays its own.
+        """Give every rank the values of rank 0, and save them; residuals stay each rank's own.
 
         Raises:
             RankMismatch: on every rank, if a newcomer has another model, compression or version.

@@ -22,7 +22,7 @@ def load_model(
 ) -> Any:
     """Load a model that Keras has saved, and make its optimizer distributed.
 
-    Weights and the optimizer's variables are those of the file; u and v, which are each rank's own and in no file,
+    Weights and the optimizer's variables are those of the file; u and v, which are each rank's own and not in the file,
     start from zero, and the momentum of the file is taken over.
 
     Args:
@@ -31,7 +31,7 @@ def load_model(
         custom_objects: objects by name, see ``keras.models.load_model``.
         compression: compression of the optimizer, see ``DistributedOptimizer``.
         legacy_opts: without effect, for compatibility; Keras 3 has no legacy optimizers.
-        arguments: other arguments of ``DistributedOptimizer``: op, backward_passes_per_step, ...; they are in no file.
+        arguments: other arguments of ``DistributedOptimizer``: op, backward_passes_per_step, ...; no file has them.
 
     Returns:
         The model, compiled if it was saved so.

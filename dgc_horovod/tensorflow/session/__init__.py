@@ -1,1 +1,1 @@
-"""The owner of a step: one `Session` for each Keras optimizer, with a strategy."""
+"""Sessions of Keras optimizers: the owner of a step, with a strategy."""

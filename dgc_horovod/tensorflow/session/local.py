@@ -1,4 +1,4 @@
-"""The strategy of ``Compression.local``: H steps on each rank alone, then an exchange of what they have changed."""
+"""The strategy of ``Compression.local``: H steps on each rank alone, then an exchange of their changes."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite,
 class LocalSteps(Strategy):
     """The optimizer steps on each rank alone, and after every H-th step the weights are exchanged.
 
-    A step is one of the optimizer's: several passes that are accumulated are one. Rounds end where the optimizer's
+    A step is one of the optimizer's: several accumulated passes are one. Rounds end where the optimizer's
     ``iterations`` are a multiple of H, so that all ranks agree without a message.
     """
 
-    no_scaler = "local steps with a LossScaleOptimizer: use mixed_bfloat16, which needs none"
+    no_scaler = "local steps do not support a LossScaleOptimizer: use mixed_bfloat16, which needs none"
     _rounds: LocalRounds | None = None
     _exchange: GradientExchange | None = None
 
     def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
-        """See `Strategy`; on this rank alone, then the exchange, if a round is full."""
+        """See `Strategy`; on this rank alone, then the exchange at the end of a round."""
         session, optimizer = self.session, self.session.optimizer
         if not optimizer.built:
             with tf.init_scope(), keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        if not self.rounds.variables:  # all are this rank's own
+        if not self.rounds.variables:  # no variable is exchanged
             return own(grads, variables)
         exchange, config = self._agreed(), session.distribution.settings.config
         assert config is not None and config.local_steps is not None
@@ -57,7 +57,7 @@ class LocalSteps(Strategy):
         return None
 
     def _agreed(self) -> GradientExchange:
-        """The exchange of all variables of the rounds, agreed on by all ranks."""
+        """Return the exchange of all variables of the rounds, agreed on by all ranks."""
         if self._exchange is None:
             optimizer = self.session.optimizer
             agreed = self.session.distribution.variable_set(self.rounds.variables, self.rounds.weights).exchange
@@ -72,7 +72,7 @@ class LocalSteps(Strategy):
 
     @property
     def rounds(self) -> LocalRounds:
-        """The rounds of all variables that Keras has built the optimizer with, whichever of them a step changes."""
+        """The rounds of all variables that the optimizer was built with, also of those that a step does not change."""
         if self._rounds is None:
             session, config = self.session, self.session.distribution.settings.config
             assert config is not None
@@ -89,7 +89,7 @@ class LocalSteps(Strategy):
 
     @property
     def slots(self) -> list[tf.Variable]:
-        """The inner optimizer's variables that each rank has for itself."""
+        """The inner optimizer's variables that are each rank's own."""
         optimizer = self.session.optimizer
         alike = {id(native(variable)) for variable in (optimizer._iterations, optimizer._learning_rate)}
         return [native(variable) for variable in shared_variables(optimizer) if id(native(variable)) not in alike]
@@ -100,12 +100,12 @@ class LocalSteps(Strategy):
         return self._rounds is not None and int(self._rounds.calls) > 0
 
     def conclude(self) -> None:
-        """See `Strategy`: exchange what the weights have changed by since the last time."""
+        """See `Strategy`: exchange the changes of the weights since the last exchange."""
         if self._exchange is not None:
             tf.cond(self.rounds.calls > 0, self._end_round, lambda: tf.constant(False))
 
     def before_flush(self) -> None:
-        """See `Strategy`; the round under way ends, then `e` goes densely."""
+        """See `Strategy`; the round under way ends, then `e` is exchanged densely."""
         if self.session.distribution.ownership.holds_loaded:  # of all variables, frozen ones too
             self._agreed()
         self.conclude()
@@ -120,7 +120,7 @@ class LocalSteps(Strategy):
             self._rounds.begin_anew()
 
     def forget(self) -> None:
-        """See `Strategy`; the round under way is given up, and outer momentum."""
+        """See `Strategy`; the round under way and outer momentum are dropped."""
         if self._rounds is not None:
             self._rounds.restart()
 
@@ -134,7 +134,7 @@ class LocalSteps(Strategy):
         return [self.rounds.calls, self.rounds.fresh, *self.rounds.anchors, *self.rounds.outer]
 
     def remembered(self) -> list[np.ndarray]:
-        """See `Strategy`: anchor, outer momentum and the place in the round, with which weights and slots go."""
+        """See `Strategy`: anchor, outer momentum and the place in the round; weights and slots are saved apart."""
         return values_of(self._of_round)
 
     def go_back(self, to: list[np.ndarray]) -> None:
@@ -144,12 +144,12 @@ class LocalSteps(Strategy):
     def meet(self, share: Callable[[], None]) -> None:
         """See `Strategy`; a round begins with the weights of rank 0, whose outer momentum is shared as well.
 
-        What the others have changed since their last exchange is lost, so that a commit right after an exchange is the
-        one that loses nothing. `e` and the inner optimizer stay with each rank; a newcomer takes over that of rank 0.
+        Changes of other ranks since their last exchange are lost; only a commit right after an exchange loses nothing.
+        `e` and the inner optimizer stay with each rank; a newcomer takes over the inner optimizer of rank 0.
         """
         kept = [*(self.slots if self.session.iterations else ()), *self.rounds.outer]
         values = values_of(kept)
-        share()  # weights that have been set have no outer momentum
+        share()  # setting weights clears outer momentum
         assign(kept, values)
         if self.rounds.outer:
             broadcast_variables(self.rounds.outer, root_rank=0)
@@ -162,7 +162,7 @@ class LocalSteps(Strategy):
 
 
 class LocalRounds:
-    """The rounds of one rank: the anchor, and what an exchange makes of it.
+    """The rounds of one rank: the anchor, and its update by an exchange.
 
     Args:
         variables: Keras variables whose changes are exchanged.
@@ -170,7 +170,7 @@ class LocalRounds:
 
     Attributes:
         calls: number of times that the optimizer was called since the last exchange.
-        fresh: whether the next step remembers the weights: after an exchange, or when they have been loaded.
+        fresh: whether the next step stores the weights as the anchor: after an exchange, or a load of weights.
         anchors: weights of the last exchange, one for each variable.
         outer: outer momentum, one for each variable, the same on every rank; none without.
 
@@ -189,18 +189,18 @@ class LocalRounds:
             self.outer = [_like(weight) for weight in self.weights] if self._momentum else []
 
     def begin(self, trained: Collection[Key]) -> None:
-        """A step comes: before the first of a round the weights, the same on every rank, are remembered.
+        """Prepare a step; the first of a round stores the weights, which are equal on all ranks, as the anchor.
 
         Args:
-            trained: keys of the variables that it changes. Of others, those that are frozen stay from now on.
+            trained: keys of the variables that it changes. Frozen ones among the others keep their values from now on.
         """
         self._frozen = {i for i, v in enumerate(self.variables) if is_frozen(v) and key_of(v) not in trained}
         self._remember()
         self.calls.assign_add(1)
 
     def tell_of_pending(self, counts: ExchangeStats, passes: int) -> None:
-        """Let `counts` know how many steps, of so many calls each, no exchange has followed when the job ends."""
-        calls = self.calls  # by itself, as the rest may be gone by then
+        """Let `counts` ask, at the end of the job, for the steps without an exchange; `passes`: calls for a step."""
+        calls = self.calls  # alone: the other objects may be deleted by then
         counts.count_pending = lambda: int(calls.numpy()) // passes
 
     def _remember(self) -> None:
@@ -215,18 +215,18 @@ class LocalRounds:
     def exchange(
         self, exchange: GradientExchange, steps: tf.Tensor, slots: Sequence[Any], seconds: Sequence[Any], passes: int
     ) -> None:
-        """Let the weights be the same on every rank; if a change was not finite, those of before the round.
+        """Make the weights equal on every rank; if a change was not finite, restore those before the round.
 
         Args:
             exchange: exchange of the variables.
             steps: number of steps that the optimizer had made before the last one.
-            slots: the inner optimizer's variables for those that are trained. Where one is not finite it would spoil
-                the weights again: all are emptied on that rank, as Adam's first moment is no good without the second.
-            seconds: those of them that are second moments. Empty ones would let Adam, whose steps are counted on, take
-                several times its step: each becomes what its mean was at the last exchange.
+            slots: the inner optimizer's slots. If one is not finite, it would spoil the weights again: all are emptied
+                on that rank, because Adam's first moment is useless without the second.
+            seconds: the second moments among them. With empty ones Adam, whose step count goes on, would take several
+                times its step: each is set to its mean at the last exchange.
             passes: calls of the optimizer for one step.
         """
-        self._remember()  # where weights were loaded and no step was made
+        self._remember()  # if weights were loaded and no step was made
         pairs = enumerate(zip(self.anchors, self.weights, strict=True))
         changes = [tf.zeros_like(anchor) if i in self._frozen else anchor - weight for i, (anchor, weight) in pairs]
         found = exchange(changes, steps, 1.0, self.anchors, [*self.anchors, *self.outer, *slots])
@@ -277,20 +277,20 @@ class LocalRounds:
             anchor.assign_sub(self._rate * step)
 
     def begin_anew(self) -> None:
-        """All ranks have the weights of a checkpoint, or set them: no step of a round has been made."""
+        """Begin a round: all ranks have the weights of a checkpoint, or of a script."""
         self.fresh.assign(True)
         self.calls.assign(0)
 
     def restart(self) -> None:
-        """The weights are others: the next step begins a round, without outer momentum."""
+        """Begin a round at the next step, without outer momentum: the weights were replaced."""
         self.fresh.assign(True)
         for momentum in self.outer:
             momentum.assign(tf.zeros_like(momentum))
 
     def restart_of(self, keys: Collection[Key]) -> None:
-        """The same for the variables of these keys only, wherever in a round the others are.
+        """Do the same for the variables of these keys only; the others continue their round.
 
-        Outer momentum whose own key is among them has been set with its variable, and stays.
+        Outer momentum whose own key is among them was set as well, and stays.
         """
         for i, weight in enumerate(self.weights):
             if key_of(weight) in keys:
@@ -301,10 +301,10 @@ class LocalRounds:
 
 
 def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: ExchangeStats) -> list[Gradient]:
-    """These gradients, or zeros where any element of any is not finite: such a step still counts.
+    """Return these gradients, or zeros if any element of any is not finite; such a step still counts.
 
-    Weights that are not finite would spoil what the model computes until the round is undone, and a running statistic
-    for ever. Costs a read of every gradient.
+    Weights that are not finite would spoil the model's outputs until the round is undone, and running statistics for
+    ever. Cost: a read of every gradient.
     """
     there = [grad for grad in grads if grad is not None]
     finite = all_finite(grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in there)

@@ -1,4 +1,4 @@
-"""What stands over the methods of a Keras optimizer: thin calls of its session."""
+"""Methods over those of a Keras optimizer: thin calls of its session."""
 
 from __future__ import annotations
 
@@ -18,60 +18,60 @@ from dgc_horovod.tensorflow.wrapping.variables import Gradient, keys_of, native
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
-UsersClass: Any = object  # over which the methods are put
+UsersClass: Any = object  # the base at run time is the user's class
 
 
 class Methods(UsersClass):
-    """Over a Keras optimizer, a LossScaleOptimizer too; the latter has the session of the optimizer inside."""
+    """Methods over a Keras optimizer, also a LossScaleOptimizer, which has the session of the optimizer inside."""
 
     _dgc: Session
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """As Keras'; the slots that are empty because the engine has their part get what this rank has."""
+        """Save as Keras does; slots that the engine has taken over get its values."""
         self._dgc.save(self.variables, store)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """As Keras'; u and v belong to the weights before and start from zero.
+        """Load as Keras does; u and v, which belong to the weights before, start from zero.
 
-        With local steps the round under way is given up, and outer momentum.
+        With local steps the round under way and outer momentum are dropped.
         """
         super().load_own_variables(store)
         self._dgc.distribution.ownership.reloaded()
         self._dgc.strategy.forget()
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """As Keras'; u and v belong to the weights before and start from zero."""
+        """Set weights as Keras does; u and v, which belong to the weights before, start from zero."""
         super().set_weights(weights)
-        self._dgc.distribution.ownership.reloaded()  # of the model's weights it says nothing: a local round goes on
+        self._dgc.distribution.ownership.reloaded()  # the model's weights stay: a local round goes on
 
     def register_local_var(self, var: keras.Variable | Iterable[keras.Variable]) -> None:
-        """Leave `var` to each rank: its gradient is not exchanged (and divided by N, if scale_local_gradients).
+        """Do not exchange the gradient of `var` (it is divided by N, if scale_local_gradients).
 
-        With local steps what it changes by is not exchanged; before the first step.
+        With local steps its changes are not exchanged; call it before the first step.
         """
         self._dgc.strategy.check_not_begun()
         self._dgc.local |= keys_of(var, "var")
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the warm-up which epoch (from 0) it is; our callbacks do it in ``model.fit``."""
+        """Set the epoch of the warm-up, from 0; our callbacks do it in ``model.fit``."""
         self._dgc.distribution.set_epoch(epoch)
 
     def clear_residuals(self) -> None:
-        """Empty u and v on this rank: for a script that has set the weights to others.
+        """Empty u and v on this rank, for a script that has replaced the weights.
 
-        With local steps: `e` and outer momentum, and a round begins with the weights that the script has set. Every
-        rank calls it, and has set them to the same.
+        With local steps: empty `e` and outer momentum, and begin a round with the present weights. Every rank must call
+        it, after all have set the same weights.
         """
         self._dgc.distribution.ownership.clear()
         self._dgc.strategy.forget()
         self._dgc.strategy.begin_anew()
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """What this rank has kept of gradients that the model has not had yet: training state, of this rank alone.
+        """Return the residuals and momentum of this rank: training state that other ranks do not have.
 
         Returns:
             A dict of numbers and arrays, copies; empty before the first step and without compression. With local steps
-            the slots of SGD, Adam and AdamW are in it, too.
+            also the slots of SGD, Adam and AdamW.
 
         Raises:
             UnsupportedUse: there are several sets of variables; a round of local steps is under way.
@@ -93,7 +93,7 @@ class Methods(UsersClass):
             self._dgc.distribution.resume(ResidualState.from_dict(state_dict), self._dgc.iterations)
 
     def compression_stats(self) -> dict[str, Any]:
-        """What this rank has exchanged since it was wrapped: fields as in ``dgc_horovod.torch``."""
+        """Return counters of this rank's exchanges since wrapping; fields as in ``dgc_horovod.torch``."""
         return self._dgc.distribution.stats()
 
     def __copy__(self, *args: object) -> NoReturn:
@@ -103,7 +103,7 @@ class Methods(UsersClass):
 
 
 class Overrides(Methods):
-    """Over a Keras optimizer: gradients are exchanged after accumulation and unscaling, before anything else.
+    """Methods over a Keras optimizer: gradients are exchanged after accumulation and unscaling, before anything else.
 
     Keras calls ``apply`` -> ``_clip_gradients`` (here they are exchanged) -> ``_apply_weight_decay`` ->
     ``_backend_update_step`` -> ``update_step``.
@@ -111,7 +111,7 @@ class Overrides(Methods):
 
     @not_converted
     def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
-        """As Keras', with the gradients of all ranks; with local steps on this rank alone, perhaps then an exchange."""
+        """Apply the gradients of all ranks; with local steps those of this rank, then perhaps an exchange."""
         self._dgc.apply(grads, trainable_variables, super().apply)
 
     def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:
@@ -125,7 +125,7 @@ class Overrides(Methods):
         self._dgc.application.update(step, super()._apply_weight_decay)
 
     def update_step(self, gradient: Gradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
-        """As the optimizer's own; ``w -= lr * mean(s)`` where its arithmetic has been done before selection."""
+        """Step as the optimizer does; ``w -= lr * mean(s)`` if its arithmetic was done before selection."""
         if not self._dgc.application.is_split(variable):
             return super().update_step(gradient, variable, learning_rate)
         target = native(variable)
@@ -137,24 +137,24 @@ class Overrides(Methods):
             target.assign_sub(tf.cast(change, target.dtype))
 
     def build(self, variables: Sequence[Any]) -> None:
-        """As Keras'. Accumulators of ``backward_passes_per_step`` are each rank's own: not saved, not broadcast."""
+        """Build as Keras does. Accumulators of ``backward_passes_per_step`` are not saved, nor broadcast."""
         super().build(variables)
         if self._dgc.passes > 1:
             for accumulator in self._accumulated_gradients:
                 self._untrack_variable(accumulator)
 
     def get_config(self) -> dict[str, Any]:
-        """As Keras', of the wrapped optimizer."""
+        """Return Keras' config of the wrapped optimizer."""
         config = super().get_config()
         return {**config, "gradient_accumulation_steps": None} if self._dgc.passes > 1 else config
 
     def flush(self) -> None:
-        """Apply everything that the ranks have kept, by one dense exchange: no residual is left on any rank.
+        """Apply all residuals by one dense exchange: no rank has a residual afterwards.
 
-        Momentum goes into the optimizer's slots, so that a saved model is a stock one of which nothing is missing. SGD:
+        Momentum goes into the optimizer's slots, so that a saved model is a complete stock one. SGD:
         ``w -= lr*mean(v)``, ``velocity -= lr*mean(u)``, exact. Adam: the same for v, and the velocity is the second
-        moment that all ranks share; what coding has left of small variables stays. Other optimizers, and methods
-        without momentum correction: a step of theirs with ``mean(v)`` as gradient. With local steps the round under way
+        moment that all ranks share; rounding errors of small variables stay. Other optimizers, and methods without
+        momentum correction: a step of the optimizer with ``mean(v)`` as gradient. With local steps the round under way
         is exchanged first. Every rank must call it, between two steps, in eager mode.
 
         Cost: an fp32 allreduce of v and of u.
@@ -163,7 +163,7 @@ class Overrides(Methods):
         flush(self._dgc, super().apply)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and value is None:  # LossScaleOptimizer does so to the one that it wraps
+        if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer on the optimizer that it wraps
             self._dgc.scaled_by_another = True
         if name in KINDS:
             check_change(self, self._dgc.distribution.settings.config, name, value)
@@ -171,11 +171,11 @@ class Overrides(Methods):
 
 
 class LocalOverrides(Overrides):
-    """Those of an optimizer with local steps."""
+    """Methods over an optimizer with local steps."""
 
     @not_converted
     def exchange(self) -> None:
-        """Exchange what the weights have changed by since the last time; every rank calls it, between two steps.
+        """Exchange the changes of the weights since the last exchange; every rank calls it, between two steps.
 
         Afterwards the weights are the same on every rank. ``apply`` does it every ``local_steps`` steps.
         """
@@ -183,11 +183,11 @@ class LocalOverrides(Overrides):
 
 
 class AgreedScaling(Methods):
-    """Over a LossScaleOptimizer whose inner optimizer is distributed: an overflow on one rank is one on all."""
+    """Methods over a LossScaleOptimizer with a distributed inner optimizer: an overflow on one rank is one on all."""
 
     @not_converted
     def check_finite(self, grads: Sequence[Gradient]) -> tf.Tensor:
-        """Whether every gradient of every rank is finite. One small collective."""
+        """Return whether every gradient of every rank is finite. One small collective."""
         return self._dgc.distribution.all_agree(super().check_finite(grads))
 
     def flush(self) -> None:

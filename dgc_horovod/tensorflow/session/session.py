@@ -17,14 +17,14 @@ from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, is_frozen, key_of, native, scaled
 
-Own = Callable[..., Any]  # a method of the optimizer, as the user's class has it
+Own = Callable[..., Any]  # a method of the user's class of optimizer
 
 
 class Application:
-    """One call of ``apply``, while it is traced or run; here one of Keras alone."""
+    """One call of ``apply``, while it is traced or run; this class is for a call without an exchange."""
 
     def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
-        """What Keras steps with: gradients that are accumulated and unscaled."""
+        """Return the gradients that Keras steps with; `grads` are accumulated and unscaled."""
         return own(grads)
 
     def decay(self, variables: Sequence[Any], own: Own) -> None:
@@ -45,15 +45,15 @@ class Session(base.Session[keras.optimizers.Optimizer]):
 
     Args:
         optimizer: wrapped optimizer, without a LossScaleOptimizer around it.
-        distribution: its exchanges.
+        distribution: exchanges of the optimizer.
         kind: class of the strategy.
         passes: Horovod's ``backward_passes_per_step``, >= 1.
         averaged: whether gradients are averaged over the passes, or summed.
         again: function that makes another optimizer distributed in the same way.
 
     Attributes:
-        local: keys of variables that are left to each rank.
-        application: call of ``apply`` under way; one of Keras alone where nothing is exchanged in it.
+        local: keys of variables whose gradients are not exchanged.
+        application: call of ``apply`` under way, `Application` if nothing is exchanged in it.
         scaled_by_another: whether a LossScaleOptimizer was put around the optimizer.
     """
 
@@ -86,11 +86,11 @@ class Session(base.Session[keras.optimizers.Optimizer]):
 
     @property
     def iterations(self) -> int:
-        """Steps that the optimizer has made, in eager mode."""
+        """Number of steps that the optimizer has made, in eager mode."""
         return int(self.optimizer.iterations)
 
     def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None, own: Own) -> None:
-        """``apply`` of the optimizer, with what the strategy exchanges."""
+        """Run ``apply`` of the optimizer with the exchange of the strategy."""
         grads = list(grads)
         given = None if trainable_variables is None else list(trainable_variables)
         known = self.optimizer._trainable_variables if given is None else given
@@ -112,7 +112,7 @@ class Session(base.Session[keras.optimizers.Optimizer]):
 
     @contextmanager
     def during(self, application: Application) -> Iterator[None]:
-        """Inside, `application` is the call of ``apply`` under way."""
+        """Set the call of ``apply`` under way to `application` inside."""
         before, self.application = self.application, application
         try:
             yield
@@ -120,7 +120,7 @@ class Session(base.Session[keras.optimizers.Optimizer]):
             self.application = before
 
     def save(self, variables: Sequence[Any], store: MutableMapping[str, Any]) -> None:
-        """Put variables into a file; slots that are empty because the engine has their part get what this rank has."""
+        """Put variables into a file; slots that the engine has taken over get its values."""
         self.distribution.ownership.look(self.iterations)
         rate = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
         ours = self.distribution.for_slots(rate)
@@ -130,19 +130,19 @@ class Session(base.Session[keras.optimizers.Optimizer]):
 
 
 def session_of(optimizer: object) -> Session | None:
-    """The session of an optimizer, of a LossScaleOptimizer that of the one inside; None where it has none."""
+    """Return the session of an optimizer, or of the one inside a LossScaleOptimizer; None if there is none."""
     found = getattr(optimizer, "_dgc", None)
     return found if isinstance(found, Session) else None
 
 
 OWN_APPLY = (
-    "{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would train apart. Use a "
-    "DistributedGradientTape, and give what it returns to {name}"
+    "{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would diverge. Use a "
+    "DistributedGradientTape, and give its gradients to {name}"
 )
 
 
 class ExchangedApplication(Application):
-    """One with the gradients of all ranks.
+    """An application with the gradients of all ranks.
 
     Args:
         session: session of the optimizer.
@@ -152,14 +152,14 @@ class ExchangedApplication(Application):
 
     def __init__(self, session: Session, variables: VariableSet, known: Sequence[Any]) -> None:
         self._session, self._variables, self._known = session, variables, known
-        self.exchanged = False  # whether Keras' ``apply`` has come to the exchange
+        self.exchanged = False  # whether Keras' ``apply`` has reached the exchange
         self._finite: tf.Tensor | None = None
         self._dense: tf.Tensor | None = None
-        self._split = False  # whether compressed variables are stepped by what comes back alone
+        self._split = False  # whether compressed variables are stepped by the exchanged sum alone
         self._decayed: Sequence[Any] = ()
 
     def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
-        """Exchange them, before anything clips them."""
+        """Exchange the gradients, before anything clips them."""
         self.exchanged = True
         session, variables = self._session, self._variables
         optimizer, settings = session.optimizer, session.distribution.settings
@@ -170,7 +170,9 @@ class ExchangedApplication(Application):
         for i in gradients:
             if variables.local[i]:
                 gradients[i] = scaled(gradients[i], settings.local_scale)
-            if not automatic or variables.local[i]:  # else it depends on what the step takes, see `AutomaticExchange`
+            if (
+                not automatic or variables.local[i]
+            ):  # otherwise it depends on the branch of the step, see `AutomaticExchange`
                 gradients[i] = clipped(gradients[i], optimizer, settings, variables.local[i])
         if variables.exchange is not None:
             active = [gradients[i] for i in variables.active]
@@ -184,18 +186,18 @@ class ExchangedApplication(Application):
         results = list(gradients.values())
         if settings.config is not None:
             return results
-        limit = settings.clip_norm  # of a choice that has ended in no compression
+        limit = settings.clip_norm  # set if compression auto has chosen no compression
         return own(results if limit is None else list(tf.clip_by_global_norm(results, limit)[0]))
 
     def decay(self, variables: Sequence[Any], own: Own) -> None:
-        """Under the condition of `update`."""
+        """Decay the weights, under the condition of `update`."""
         if self._finite is None:
             own(variables)
         else:
             self._decayed = variables
 
     def update(self, step: Callable[[], None], decay: Own) -> None:
-        """Step if what has come back is finite, on every rank or on none."""
+        """Step if the exchanged update is finite, on every rank or on none."""
         if self._finite is None:
             return step()
 
@@ -218,37 +220,37 @@ class ExchangedApplication(Application):
 
 
 class Strategy(base.Strategy[Session, tf.Variable]):
-    """What a step of one session is.
+    """The steps of one session.
 
     Args:
         session: session that has it.
     """
 
-    no_scaler: str  # what is wrong with a LossScaleOptimizer around the optimizer
+    no_scaler: str  # error text for a LossScaleOptimizer around the optimizer
 
     def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
-        """One step. `own`: the optimizer's ``apply``."""
+        """Make one step. `own`: ``apply`` of the user's class."""
         raise NotImplementedError
 
     def begin_anew(self) -> None:
-        """All ranks have the weights of a checkpoint of ours, or of a script."""
+        """Begin anew: all ranks have the weights of a checkpoint of ours, or of a script."""
 
     def check_not_begun(self) -> None:
-        """Raise UnsupportedUse where which variables are exchanged is fixed."""
+        """Raise UnsupportedUse if the set of exchanged variables is fixed already."""
 
 
 class EveryStep(Strategy):
     """The optimizer steps with the gradients of all ranks."""
 
     no_scaler = (
-        "a LossScaleOptimizer was put around this DistributedOptimizer (or its loss_scale_factor was taken "
-        "away): a rank whose gradient overflows would leave the others waiting. Put it inside: "
-        "DistributedOptimizer(LossScaleOptimizer(optimizer)). A MultiOptimizer does so too: use a "
+        "a LossScaleOptimizer was put around this DistributedOptimizer (or its loss_scale_factor was removed): if a "
+        "gradient overflows on one rank, the others would wait for it. Put it inside: "
+        "DistributedOptimizer(LossScaleOptimizer(optimizer)). A MultiOptimizer removes the factor too: use a "
         "DistributedGradientTape with it"
     )
 
     def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
-        """See `Strategy`; what Keras would leave out is not exchanged either."""
+        """See `Strategy`; gradients that Keras ignores are not exchanged."""
         session = self.session
         here = [i for i, variable in enumerate(variables) if grads[i] is not None or not is_frozen(variable)]
         if here:

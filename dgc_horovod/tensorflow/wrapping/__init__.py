@@ -1,1 +1,1 @@
-"""What an optimizer or tape is made for: settings, variables, and whose state they have."""
+"""Settings and variables of an optimizer or tape, and the ownership of their state."""

@@ -1,4 +1,4 @@
-"""Arguments of the TensorFlow adapter: its ``Compression``, what is checked, what is refused."""
+"""Arguments of the TensorFlow adapter, with its ``Compression``, and their checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DGCCompressor(ConfiguredCompressor, Compressor):
 
 
 class Compression(Presets):
-    """What to send. ``none`` and ``fp16`` are Horovod's; each other takes any field of DGCConfig as keyword."""
+    """The compressions. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
 
     compressor = DGCCompressor
     none = HorovodCompression.none
@@ -37,17 +37,17 @@ class Compression(Presets):
 
 
 _LIBRARIES = ("keras", "tensorflow")
-_HARMLESS = ("get_config",)  # it tells of what was wrapped, and changes nothing
+_HARMLESS = ("get_config",)  # it changes nothing
 
 
 def refuse_own_methods(given: object, factory: str) -> None:
-    """Raise UnsupportedUse for an object with a method that a script has put on it in place of its class's.
+    """Raise UnsupportedUse for an object with a method that a script has set on it, over that of its class.
 
-    Such a function goes on calling `given`, or stands in the way of ours: what is wrapped would exchange nothing, or
-    step in another way than the exchange is made for. Other functions on it, which no library calls, stay.
+    Such a function keeps calling `given`, or hides our method: the wrapper would exchange nothing, or step in another
+    way than the exchange expects. Other functions on the object, which no library calls, stay.
 
     Args:
-        given: optimizer or tape that is to be wrapped.
+        given: optimizer or tape to wrap.
         factory: name of the function that wraps it.
     """
     bases = [base for base in type(given).__mro__ if base.__module__.split(".")[0] in _LIBRARIES]
@@ -55,9 +55,9 @@ def refuse_own_methods(given: object, factory: str) -> None:
     own = [name for name in held if any(callable(getattr(base, name, None)) for base in bases)]
     if own:
         raise UnsupportedUse(
-            f"the {type(given).__name__} that is to be wrapped has {' and '.join(own)} of its own, put on the object: "
-            f"it would go on calling the object from before {factory}, and gradients would not be exchanged as they "
-            f"should. Put it on what {factory} returns, around the method there; or define it in a class"
+            f"the {type(given).__name__} to wrap has {' and '.join(own)} of its own, set on the object: it would keep "
+            f"calling the object from before {factory}, and gradients would not be exchanged. Set it on the result of "
+            f"{factory}, around the method there; or define it in a class"
         )
 
 
@@ -67,7 +67,7 @@ Groups = int | tuple[tuple[Key, ...], ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """How the ranks' gradients are combined. The fields are the arguments of Horovod's factories."""
+    """The way in which gradients are combined. The fields are the arguments of Horovod's factories."""
 
     compression: Any = Compression.none
     config: DGCConfig | None = None
@@ -79,7 +79,7 @@ class Settings:
     device_dense: str = ""
     device_sparse: str = ""
     scale_local_gradients: bool = True
-    clip_norm: float | None = None  # of the averages, where a choice has ended in no compression
+    clip_norm: float | None = None  # limit of the averages, if compression auto has chosen no compression
 
     @property
     def averages(self) -> bool:
@@ -94,7 +94,7 @@ class Settings:
 
     @property
     def local_scale(self) -> Any:
-        """Factor of the gradients that are left to each rank; in an elastic job N is asked when the graph runs."""
+        """Factor of gradients that are not exchanged; in an elastic job N is read when the graph runs."""
         if not self.scale_local_gradients:
             return 1.0
         if envvars.horovod_elastic():
@@ -102,12 +102,12 @@ class Settings:
         return 1 / self.process_set.size()
 
     def as_stock(self) -> Settings:
-        """The same without compression; a `clip_norm` of it limits the averages."""
+        """Return the settings without compression; its `clip_norm` limits the averages."""
         limit = None if self.config is None else self.config.clip_norm
         return dataclasses.replace(self, compression=Compression.none, config=None, clip_norm=limit)
 
     def agreed_fields(self) -> dict[str, str]:
-        """What must be the same on every rank, for `check_agreement`."""
+        """Return the fields that must be equal on every rank, for `check_agreement`."""
         config, shown = self.config, self.compression if self.config is None else self.config
         return {
             "version": __version__,
@@ -119,7 +119,7 @@ class Settings:
         }
 
     def group_numbers(self, sources: Sequence[Source]) -> list[int]:
-        """The group of each source, from 0; -1 for those in none."""
+        """Return the group of each source, from 0; -1 for those in none."""
         if isinstance(self.groups, int):
             groups: Any = split_list([source.key for source in sources], self.groups)
         else:
@@ -148,10 +148,12 @@ def make_settings(compression: object, num_groups: int, groups: object, **fields
     settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:
-            tell_stock("under Horovod Elastic the number of ranks changes, and auto measures one", STOCK)
+            tell_stock(
+                "under Horovod Elastic the number of ranks changes, and auto measures for one number only", STOCK
+            )
         settings, config = settings.as_stock(), None
     if settings.op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others have no form under Keras 3")
+        raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others are not supported under Keras 3")
     check_predivide(settings.gradient_predivide_factor, settings.averages)
     if not isinstance(settings.process_set, hvd.ProcessSet):
         raise ConfigError(f"process_set must be a hvd.ProcessSet, got {settings.process_set!r}; leave it out for all")
@@ -159,7 +161,7 @@ def make_settings(compression: object, num_groups: int, groups: object, **fields
 
 
 def _elastic(settings: Settings, config: DGCConfig) -> Settings:
-    """`settings` that do not depend on how many ranks there are: graphs outlive their number."""
+    """Return `settings` that do not depend on the number of ranks, which changes while graphs stay."""
     if settings.process_set.process_set_id != 0:
         raise UnsupportedUse(NOT_ALL_RANKS)
     if config.dense_values == "auto":

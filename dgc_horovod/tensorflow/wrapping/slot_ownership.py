@@ -1,7 +1,7 @@
-"""Where the momentum of a variable is, in an engine or in its optimizer's slots, and when what engines have is void.
+"""The place of a variable's momentum, in an engine or in the optimizer's slots, and the detection of reloads.
 
-A state machine of one optimizer; docs/decisions/tensorflow.md has its diagram. It refers to engines alone, never to
-what asks it: an optimizer that is dropped takes u and v with it at once.
+A state machine of one optimizer; docs/decisions/tensorflow.md has its diagram. It refers to engines only, never to its
+callers: u and v are freed with the optimizer at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dgc_horovod.tensorflow.wrapping.variables import Key
 
 _log = logging.getLogger("dgc_horovod")
 _SKIPPED_AT_MOST = 100  # exchanges that a script may leave out between two
-Place = tuple[int, Key]  # of a variable: which of the exchanges that have each a state of their own, and its key
+Place = tuple[int, Key]  # of a variable: index among the exchanges with states of their own, and key
 
 
 class Holder:
-    """What one exchange has of its variables.
+    """The state of one exchange's variables.
 
     Args:
-        places: its variables.
-        names: their names in `buckets`.
-        buckets: u, v and the second moment; others when the ranks change.
+        places: places of the variables.
+        names: names of the variables in `buckets`.
+        buckets: u, v and the second moment; replaced when the ranks change.
 
     Attributes:
         in_slots: whether the momentum is in the optimizer's slots, which the next step takes over.
@@ -37,12 +37,12 @@ class Holder:
         self.places, self.names, self.buckets, self.in_slots = places, names, buckets, True
 
     def begins(self, own_step: bool) -> bool:
-        """A step begins, perhaps the `own_step` of the optimizer; returns whether the slots are to be taken over."""
+        """Begin a step, or an `own_step` of the optimizer; returns whether the slots are to be taken over."""
         takes_over, self.in_slots = self.in_slots and not own_step, own_step
         return takes_over
 
     def bring(self, i: int, source: Holder, j: int) -> None:
-        """Let variable i have what `source` has of its variable j."""
+        """Move the state of variable j of `source` to variable i."""
         here, there, name, its_name = self.buckets, source.buckets, self.names[i], source.names[j]
         if name in here.place and its_name in there.place:
             (engine, k), (other, m) = here.place[name], there.place[its_name]
@@ -56,44 +56,44 @@ class Holder:
 class SlotOwnership:
     """The holders of one optimizer, or of all tapes with the same settings.
 
-    That a checkpoint was loaded it is told, or the optimizer's iterations jump.
+    A reload of a checkpoint is reported by `reloaded`, or detected by a jump of the optimizer's iterations.
 
     Args:
         stride: iterations from one exchange to the next, >= 1.
-        grows: whether iterations grow with every step that is applied. A tape knows none, and local steps may have the
-            same at two exchanges.
-        ranks: those that exchange; the first one tells the user.
+        grows: whether iterations grow with every applied step. A tape has none, and local steps may have the same at
+            two exchanges.
+        ranks: ranks that exchange; the first one logs messages.
 
     Attributes:
-        loaded: record of this rank that waits for the first exchange.
+        loaded: record of this rank for the first exchange, which is not made yet.
     """
 
     def __init__(self, stride: int, grows: bool, ranks: hvd.ProcessSet) -> None:
         self.stride, self._grows, self._ranks = stride, grows, ranks
         self.loaded: ResidualState | None = None
         self._holders: list[Holder] = []
-        self._at: dict[Place, tuple[Holder, int]] = {}  # the exchange that had the variable last
+        self._at: dict[Place, tuple[Holder, int]] = {}  # the last exchange of the variable
         self._last: int | None = None  # iterations at the last exchange
-        self._applied = 0  # steps of all exchanges by then
-        self._again_at: int | None = None  # how many were applied when iterations had stayed
-        self._untold = False  # whether the user is to hear of a reload
+        self._applied = 0  # applied steps of all exchanges at that time
+        self._again_at: int | None = None  # the same at the last repeated iteration
+        self._untold = False  # whether a reload is not logged yet
 
     def add(self, holder: Holder) -> Holder:
-        """An exchange is made."""
+        """Add the holder of a new exchange."""
         self._holders.append(holder)
         return holder
 
     def forget(self, holder: Holder) -> None:
-        """An exchange is gone, with what it had."""
+        """Remove the holder of a deleted exchange."""
         self._holders.remove(holder)
         self._at = {place: at for place, at in self._at.items() if at[0] is not holder}
 
-    # -- what happens
+    # -- events
 
     def reloaded(self) -> None:
-        """The optimizer's variables have been loaded: what is kept belongs to the weights before, and ends here.
+        """Drop the engines' state, which belongs to the weights before: the optimizer's variables were loaded.
 
-        A flush or a file may come before the next step, which takes over the slots.
+        The next step takes over the slots; a flush or a save may come before it.
         """
         self.clear()
         self._untold = True
@@ -101,25 +101,25 @@ class SlotOwnership:
             holder.in_slots = True
 
     def look(self, iterations: int) -> None:
-        """The same, if the optimizer's iterations have jumped. Between two steps, before what is kept is used."""
+        """Call `reloaded` if the optimizer's iterations have jumped. For use between steps, before state is read."""
         if self._jump_to(iterations):
             self.reloaded()
 
     def resumed(self, iterations: int) -> None:
-        """Weights, optimizer and residuals have been loaded together, at `iterations`."""
-        # as if their last step had been exchanged: local steps may exchange before the next one
+        """Note that weights, optimizer and residuals were loaded together, at `iterations`."""
+        # as if the last step had been exchanged: local steps may exchange before the next one
         self._last, self._untold = iterations - 1, False
 
     def step_begins(self, holder: Holder, iterations: int) -> None:
-        """A step of `holder` begins, at the optimizer's `iterations`: it gets what others have of its variables."""
+        """Begin a step of `holder` at the optimizer's `iterations`: move its variables' state from other holders."""
         if self._stays_at(iterations) or self._jump_to(iterations):
             self.reloaded()
         if self._untold or (self._last is None and iterations >= self.stride):
             self._untold = False
             if self._ranks.rank() == 0:
                 _log.warning(
-                    "dgc_horovod: a checkpoint was loaded, the optimizer is at iteration %d; u and v belong to the "
-                    "weights before, and start from zero",
+                    "dgc_horovod: a checkpoint was loaded, the optimizer is at iteration %d; u and v, which belong to "
+                    "the weights before, start from zero",
                     iterations,
                 )
         self._last = iterations
@@ -130,37 +130,37 @@ class SlotOwnership:
             self._at[place] = holder, i
 
     def clear(self) -> None:
-        """Empty u, v and the second moment: the weights are about to be others."""
+        """Empty u, v and the second moment, before the weights are replaced."""
         for holder in self._holders:
             holder.buckets.clear()
         if self.loaded is not None:
             self.loaded = dataclasses.replace(self.loaded, tensors={}, runs={}, second={})
 
     def empty(self, key: Key) -> None:
-        """Let go of the u and v of a variable that is frozen; Adam's second moment stays, as in an optimizer's slot."""
+        """Empty u and v of a frozen variable; Adam's second moment stays, as in an optimizer's slot."""
         found = self.find(key)
         if found is not None:
             found[0].buckets.keep(found[1], {})
 
-    # -- what is so
+    # -- queries
 
     def find(self, key: Key) -> tuple[Holder, str] | None:
-        """The holder of what an optimizer's variable has, and its name there."""
+        """Return the holder of a variable's state, and the variable's name there."""
         holder, i = self._at.get((0, key), (None, 0))
         return None if holder is None else (holder, holder.names[i])
 
     @property
     def holds_loaded(self) -> bool:
-        """Whether something was loaded that waits for the first step."""
+        """Whether residuals were loaded for the first step, which is not made yet."""
         return self.loaded is not None and bool(self.loaded.tensors)
 
     def _jump_to(self, iterations: int) -> bool:
         return self._last is not None and not 0 <= iterations - self._last <= _SKIPPED_AT_MOST * self.stride
 
     def _stays_at(self, iterations: int) -> bool:
-        """Whether iterations are those of the last exchange, although its step was applied: a failed one is repeated.
+        """Whether iterations are those of the last exchange, although its step was applied: weights were reloaded.
 
-        A script that sets iterations itself, at every step, is found out at its second.
+        A failed step is repeated. A script that sets iterations itself, at every step, is detected at the second one.
         """
         counts = [holder.buckets.counts for holder in self._holders]
         before, self._applied = self._applied, sum(each.steps - each.skipped for each in counts)

@@ -1,4 +1,4 @@
-"""Variables that are exchanged together, and what the ranks have agreed on for them."""
+"""Variables that are exchanged together, and the agreement of the ranks on them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, zeros_fo
 
 
 class VariableSet:
-    """Variables that are given to ``apply`` or ``gradient`` together, and what the ranks have agreed on for them.
+    """Variables that are given to ``apply`` or ``gradient`` together, and the agreement of the ranks on them.
 
     Args:
         sources: variables, as the caller gives them.
-        kinds: kind of each one's gradient, over all ranks: "none", "sparse" or "dense".
-        local: whether each is left to its rank.
-        make: function that makes the exchange of those that have a gradient on some rank and are not local.
+        kinds: kind of each gradient, over all ranks: "none", "sparse" or "dense".
+        local: whether each gradient is not exchanged.
+        make: function that makes the exchange of variables that have a gradient on some rank and are not local.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class VariableSet:
         self.compressed = {self.sources[self.active[j]].key for j in compressed}
 
     def completed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """`gradients` with zeros where this rank has none and another may have one."""
+        """Return `gradients` with zeros where this rank has none and another may have one."""
         result = []
         for source, kind, gradient in zip(self.sources, self.kinds, gradients, strict=True):
             if kind == "none" and gradient is not None:
                 raise UnsupportedUse(
-                    f"{source.name!r} had a gradient on no rank at the first step, and has one now; the ranks have "
-                    "agreed on what is exchanged. Give every variable a gradient at the first step, or make a new "
+                    f"{source.name!r} had a gradient on no rank at the first step, and has one now; the set of "
+                    "exchanged variables is fixed. Give every variable a gradient at the first step, or make a new "
                     "DistributedOptimizer when one is unfrozen"
                 )
             if kind != "none" and gradient is None:
@@ -66,7 +66,7 @@ def refuse_what_cannot_be_sent(source: Source) -> None:
 
 
 def common_kinds(collectives: Collectives, kinds: list[str]) -> list[str]:
-    """For each source: "none" if no rank has a gradient, "sparse" if all that have one have a sparse one."""
+    """Return for each source "none" if no rank has a gradient, "sparse" if all gradients are sparse, else "dense"."""
     theirs = [json.loads(data) for data in collectives.gather_bytes(json.dumps(kinds).encode(), "kinds")]
     common = []
     for each in zip(*theirs, strict=True):

@@ -1,4 +1,4 @@
-"""Keras and TensorFlow variables, and their gradients, seen alike."""
+"""One view of Keras and TensorFlow variables, and their gradients."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ Key = tuple[Any, ...]
 
 
 def native(variable: object) -> Any:
-    """The tf.Variable inside a Keras variable; anything else as it is."""
+    """Return the tf.Variable inside a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def key_of(variable: object) -> Key:
-    """What tells one variable from another; () for a tensor that is none."""
+    """Return the identity of a variable; () for a tensor, which has none."""
     unique = getattr(native(variable), "_unique_id", None)
     return () if unique is None else (unique,)
 
 
 def keys_of(given: object, argument: str) -> set[Key]:
-    """The keys of one variable, or of several, or of none (None).
+    """Return the keys of one variable, or of several, or of none (None).
 
     Args:
-        given: variables that a script has passed as `argument`, whose name is for the message.
+        given: variables that a script has passed.
+        argument: name of the argument, for the message.
 
     Raises:
-        ConfigError: something in it is no variable, or one whose layer is not built: it would be passed over unseen.
+        ConfigError: an entry is no variable, or its layer is not built: it would be ignored silently.
     """
     several = [] if given is None else [given] if key_of(given) or not isinstance(given, Iterable) else list(given)
     for each in several:
@@ -47,10 +48,10 @@ def keys_of(given: object, argument: str) -> set[Key]:
 
 
 def weights_of(layers: keras.Layer | Iterable[keras.Layer] | None) -> list[keras.Variable]:
-    """All weights of one layer, of several, or of none (None); frozen ones too, which may be trained later.
+    """Return all weights of one layer, of several, or of none (None); also frozen ones, which may be trained later.
 
     Raises:
-        ConfigError: one is no layer of Keras, or is not built: its weights would be averaged like all others.
+        ConfigError: an entry is no layer of Keras, or not built: its weights would be averaged like all others.
     """
     several = [] if layers is None else [layers] if isinstance(layers, keras.Layer) else list(layers)
     for layer in several:
@@ -66,11 +67,11 @@ def weights_of(layers: keras.Layer | Iterable[keras.Layer] | None) -> list[keras
 
 @dataclass(frozen=True)
 class Source:
-    """What is to be known of a variable (or a watched tensor) whose gradient is exchanged, without keeping it alive.
+    """Properties of a variable (or a watched tensor) whose gradient is exchanged; does not keep it alive.
 
     Args:
         key: key of the variable, see `key_of`; of a tensor, its index among the sources.
-        name: name by which the user knows it.
+        name: name of it, for messages.
         shape, dtype: shape and dtype of it and its gradient.
         cuda: torch's name of the GPU that holds it, such as "cuda:0"; None on the host.
     """
@@ -97,19 +98,19 @@ def _source(i: int, variable: keras.Variable) -> Source:
 
 
 def kind_of(gradient: Gradient) -> str:
-    """Of a gradient: "none", "sparse" or "dense"."""
+    """Return the kind of a gradient: "none", "sparse" or "dense"."""
     if gradient is None:
         return "none"
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
 def is_frozen(variable: object) -> bool:
-    """Whether its layer is not to be trained now (``trainable = False``)."""
+    """Whether its layer is not trained now (``trainable = False``)."""
     return not getattr(variable, "trainable", True)
 
 
 def zeros_for(source: Source, kind: str) -> Gradient:
-    """A gradient of nothing, where this rank has none and another has one of that kind."""
+    """Return a gradient of zeros, for a rank that has none while another has one of that kind."""
     if kind == "sparse":
         rows = tf.zeros((0, *source.shape[1:]), source.dtype)
         return tf.IndexedSlices(rows, tf.zeros((0,), tf.int64), tf.constant(source.shape, tf.int64))
@@ -117,28 +118,28 @@ def zeros_for(source: Source, kind: str) -> Gradient:
 
 
 def scaled(gradient: Gradient, factor: tf.Tensor | float) -> Gradient:
-    """``factor * gradient``, a sparse one too; `factor` a number or a scalar tensor."""
+    """Return ``factor * gradient``, also of a sparse one; `factor`: a number or a scalar tensor."""
     if not tf.is_tensor(factor) and factor == 1:
         return gradient
     return mapped(gradient, lambda x: x * tf.cast(factor, x.dtype))
 
 
 def mapped(gradient: Gradient, function: Callable[[Any], Any]) -> Gradient:
-    """`function` of all elements, or of those of the rows that a sparse gradient has."""
+    """Apply `function` to all elements, or to the rows of a sparse gradient."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
     return function(gradient)
 
 
 def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once: what a step adds row by row must not meet a row twice."""
+    """Return the same gradient with each row once: a step by rows must not get a row twice."""
     rows, place = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, place, tf.size(rows))
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
 def numel_of(sources: Sequence[Source]) -> int:
-    """Elements of all together."""
+    """Return the number of elements of all sources."""
     return sum(tf.TensorShape(source.shape).num_elements() or 0 for source in sources)
 
 

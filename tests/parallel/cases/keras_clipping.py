@@ -175,7 +175,7 @@ def tape_refusals() -> dict[str, Any]:
         with messages() as said:
             halves = [gradient / 2 for gradient in gradients]
             found[name] = error_of(lambda o=options, v=variables, g=halves: momentum_sgd(**o).apply(g, v))
-        found[f"{name}: said"] = [text for text in said if "changes what a compressed tape has returned" in text]
+        found[f"{name}: said"] = [text for text in said if "changes gradients of a compressed tape" in text]
     with messages() as said:
         momentum_sgd(clipnorm=1.0).apply([tf.ones(shape) for shape in SHAPES], variables)  # of no tape
         plain, _ = tf.clip_by_global_norm([tf.ones(4), None], 1.0)
