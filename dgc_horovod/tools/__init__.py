@@ -1,6 +1,6 @@
-"""What stands beside a job and trains nothing: the doctor, the plan, the report, the build of Horovod, other metrics.
+"""Tools beside a job: the doctor, the plan, the report, the build of Horovod, other forms of metrics.
 
-Tools import the rest of the package; the rest has them by `load` alone, once somebody asks for one.
+Tools import the rest of the package; the rest gets a tool by `load` alone, when it is used.
 """
 
 import importlib
@@ -8,5 +8,5 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType:
-    """The tool of that name, a module of this package."""
+    """Return the tool of that name, a module of this package."""
     return importlib.import_module(f"{__name__}.{name}")

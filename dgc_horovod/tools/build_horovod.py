@@ -37,7 +37,7 @@ HOW_TO_GO_ON = {
     "mpi": "Horovod did not build against this MPI; building it with Gloo alone. For MPI, install a system MPI "
     "(Debian: libopenmpi-dev openmpi-bin) and run scripts/build_horovod --force.",
 }
-# What of the caller's environment decides how Horovod is built; its run-time settings do not.
+# Variables of the caller's environment that change the build of Horovod, not its run-time settings.
 BUILD_SETTINGS = re.compile(r"HOROVOD_(WITH|GPU|CPU_OPERATIONS|CUDA|ROCM|NCCL|CCL|BUILD|ALLOW_MIXED|DEBUG|CMAKE)")
 
 # Included by CMake right after Horovod's own project() call.
@@ -118,7 +118,7 @@ def pip(*arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Build:
-    """What Horovod is built for.
+    """The environment that Horovod is built for.
 
     Args:
         frameworks: versions of those installed here, by name.
@@ -131,7 +131,7 @@ class Build:
     cuda: bool
 
     def key(self) -> str:
-        """Names the wheel by everything that decides what is in it."""
+        """Return a name of the wheel, from everything that changes its content."""
         parts = [f"horovod-{HOROVOD_VERSION}", f"py{sys.version_info[0]}.{sys.version_info[1]}"]
         parts += [f"{name}-{version}" for name, version in sorted(self.frameworks.items())]
         parts += ["mpi" if self.mpi else "nompi", *(["cuda"] if self.cuda else [])]
@@ -141,7 +141,7 @@ class Build:
         return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
 
     def simpler(self) -> Build | None:
-        """The next thing to try when this one does not build: first without CUDA, then without MPI."""
+        """Return the build to try if this one fails: first without CUDA, then without MPI."""
         if self.cuda:
             return replace(self, cuda=False)
         return replace(self, mpi=None) if self.mpi else None
@@ -178,13 +178,13 @@ def torch_standard() -> int:
 
 
 def after_project() -> str:
-    """What CMake is to include after Horovod's project()."""
+    """Return the file that CMake includes after Horovod's project()."""
     standard, end = torch_standard(), "endfunction()\n"
     return AFTER_PROJECT.removesuffix(end) + (NEWER_TORCH.format(standard) if standard > 17 else "") + end
 
 
 def cache_folder() -> Path:
-    """Where built wheels are kept, across environments of the same user."""
+    """Return the folder of built wheels, for all environments of the same user."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dgc_horovod", "wheels")
     if not folder.is_absolute():
         raise BuildFailed("this user has no home folder for the wheels; name a folder with --cache")
@@ -192,7 +192,7 @@ def cache_folder() -> Path:
 
 
 def build_environment(work: Path, build: Build) -> dict[str, str]:
-    """The environment of the build; what the caller has set in HOROVOD_* wins."""
+    """Return the environment of the build; variables HOROVOD_* of the caller have priority."""
     included, toolchain, wrapper = work / "after_project.cmake", work / "toolchain.cmake", work / "cmake"
     included.write_text(after_project())
     toolchain.write_text(f'set(CMAKE_PROJECT_horovod_INCLUDE "{included}")\n')
@@ -241,7 +241,7 @@ def run_logged(command: list[str], environment: dict[str, str], log: Path) -> It
 
 
 def tail(log: Path) -> str:
-    """What the compiler says is wrong; if it says nothing, the end of the log without what pip adds to it."""
+    """Return the compiler's errors; if there are none, the end of the log without the lines of pip."""
     text = log.read_text(errors="replace").split("error: subprocess-exited-with-error")[0]
     before, found, _ = text.rpartition("Traceback (most recent call last)")
     lines = (before if found else text).splitlines()
@@ -291,7 +291,7 @@ def builds_from(build: Build | None) -> Iterator[Build]:
 
 
 def buildable(build: Build, cache: Path) -> Build:
-    """`build`, or the first simpler one that is not known to fail here: a later run tries none of them for minutes."""
+    """Return `build`, or the first simpler one that is not known to fail here, which saves minutes of trials."""
     return next((each for each in builds_from(build) if not (cache / each.key() / FAILED).exists()), build)
 
 
@@ -312,7 +312,7 @@ def build_with_fallback(wanted: Build, cache: Path) -> Path:
             tell(HOW_TO_GO_ON["cuda" if build.cuda else "mpi"])
             failed.append(build)
         else:
-            # Only now is it the fault of what was left out, and not of the network, say.
+            # the simpler build works, so the cause was CUDA or MPI, and not the network, say
             for each in failed:
                 (cache / each.key() / FAILED).touch()
             return wheel
@@ -350,7 +350,7 @@ def install(wheel: Path, build: Build) -> None:
 
 
 def tell(line: str) -> None:
-    """One line for the person who watches."""
+    """Print one line of progress."""
     print(f"  {line}", file=sys.stderr, flush=True)
 
 

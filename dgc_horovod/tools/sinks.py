@@ -11,7 +11,7 @@ from typing import Any
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.recording import MLFLOW, Record, Writer
 
-_PARTS = {"buckets": "bucket", "ranks": "rank"}  # names in a record under which there is one more for each part
+_PARTS = {"buckets": "bucket", "ranks": "rank"}  # lists in a record, and the name of an entry
 _BATCH = 1000  # metrics that MLflow takes at once
 
 
@@ -103,14 +103,14 @@ class MLflow:
 
 
 def _tagged(record: Record) -> dict[str, float]:
-    """Every number, under ``dgc/NAME``, ``dgc/bucket0/NAME`` or ``dgc/rank0/NAME``."""
+    """Return every number, under ``dgc/NAME``, ``dgc/bucket0/NAME`` or ``dgc/rank0/NAME``."""
     return {
         f"dgc/{part}{number}/{name}" if part else f"dgc/{name}": value for name, part, number, value in _numbers(record)
     }
 
 
 def _numbers(record: Record) -> Iterator[tuple[str, str, str, float]]:
-    """Name, what it is a part of, number of the part, and value, of everything that is a finite number."""
+    """Yield every finite number: its name, the kind and number of its part ("" for none), and the value."""
     for name, value in record.items():
         if _is_number(value):
             yield name, "", "", float(value)

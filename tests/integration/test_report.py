@@ -91,7 +91,7 @@ def test_a_keras_job(tmp_path):
 def test_what_cannot_be_reported_is_said_before_the_start(tmp_path):
     for words, expected in (
         (["python", "x.py"], "none was asked for"),
-        (["--dgc", "--dgc-metrics-file", "m.prom", "python", "x.py"], "made of JSON lines"),
+        (["--dgc", "--dgc-metrics-file", "m.prom", "python", "x.py"], "made from JSON lines"),
     ):
         finished = job(tmp_path / "page.html", *words)
         assert finished.code == 2 and expected in finished.output

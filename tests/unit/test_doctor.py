@@ -108,7 +108,7 @@ def test_of_auto_the_exchange_is_priced_that_it_chooses(workers, node_size, budg
 def test_where_hosts_have_one_worker_a_hierarchical_exchange_has_no_nodes():
     asked, config = Estimate(RESNET50, 0.18, 16, GIGABIT), DGCConfig(exchange="hierarchical")
     said = estimate.show(asked, config, estimate.price(asked, config, "dgc", asked.machine))
-    assert "so there are no nodes: name the hosts with -H a:8,b:8, or say --workers-per-node 8" in said
+    assert "so there are no nodes: name the hosts with -H a:8,b:8, or pass --workers-per-node 8" in said
 
 
 def test_the_command_line_says_where_the_workers_are():
@@ -351,7 +351,7 @@ def test_a_stranger_is_turned_away(stranger):
 
         thread = threading.Thread(target=knock)
         thread.start()
-        with pytest.raises(TimeoutError, match=r"no connection from there to 127\.0\.0\.1"):
+        with pytest.raises(TimeoutError, match=r"no connection from that host to 127\.0\.0\.1"):
             link.serve(listener, "1" * 32, 1.0)
         thread.join(20)
     assert answers == [b""]

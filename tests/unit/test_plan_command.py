@@ -98,7 +98,7 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
     assert commands.run([*PLAN, "--dgc-budget", "4kB"]) == 0
     said = capsys.readouterr().out
     first, second, *_ = said.splitlines()
-    assert "density up to 0.001," in first and second.startswith("budget: 4.0 kB a step into a card")
+    assert "density up to 0.001," in first and second.startswith("budget: 4.0 kB a step into a network card")
     columns, *rows = [
         line.replace("*", " ").split()
         for line in said.split("density, within the budget\n")[1].split("\n\n")[0].splitlines()
@@ -106,7 +106,7 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
     assert columns == ["N", "dense", "fp16", "PowerSGD", "flat", "sharded"] and rows[0][0] == "2"
     densities = [float(row[1]) for row in rows]
     assert densities == sorted(densities, reverse=True) and densities[0] > densities[-1] == 0.0001
-    assert "A card gets more than its budget of 4.0 kB" in said and re.search(r"  flat: N = .*, 1,024\n", said)
+    assert "A network card gets more than its budget of 4.0 kB" in said and re.search(r"  flat: N = .*, 1,024\n", said)
     assert max(map(len, said.splitlines())) <= 120
 
 
@@ -177,7 +177,10 @@ def test_sizes_of_a_model_are_whole(tmp_path, shape):
             [*PLAN, "--workers-per-node", "9" * 5000],
             r"--workers-per-node must be a whole number >= 1, got '9{12}\.\.\.9{13}'",
         ),
-        ([*PLAN, "--dgc-local-steps", "15"], "--plan prices .* local steps make one every 15; leave local steps out"),
+        (
+            [*PLAN, "--dgc-local-steps", "15"],
+            "--plan prices .* local steps exchange every 15 steps; leave local steps out",
+        ),
         (["--doctor", *PLAN[1:], "-np", "4", "--compression", "local"], "--doctor prices an exchange at every step"),
         (
             [*PLAN, "--compression", "auto", "--dgc-total-steps", "1000"],

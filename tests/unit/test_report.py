@@ -302,8 +302,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_start(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link.html").symlink_to("m")
     for path, metrics, said in (
-        ("m", "m", "in whose place"), (f"{tmp_path}/m", "./m", "in whose place"), ("link.html", "m", "in whose place"),
-        ("x.jsonl", "none", "in whose place"), (".", "none", "is a folder"), ("/", "none", "is a folder"),
+        ("m", "m", "would overwrite"), (f"{tmp_path}/m", "./m", "would overwrite"),
+        ("link.html", "m", "would overwrite"),
+        ("x.jsonl", "none", "would overwrite"), (".", "none", "is a folder"), ("/", "none", "is a folder"),
         ("no/x.html", "none", "no such folder"), ("x" * 999, "none", "too long"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"--report: .*{said}"):
@@ -330,7 +331,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
     path = write(tmp_path / "m.jsonl", records(SLOW), records(SLOW))
     before = (tmp_path / "m.jsonl").read_bytes()
     refused = subprocess.run([*command, path, "-o", path], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "in whose place" in refused.stderr
+    assert refused.returncode == 2 and "would overwrite" in refused.stderr
     assert (tmp_path / "m.jsonl").read_bytes() == before
     done = subprocess.run([*command, path, "-o", f"{tmp_path}/p.html"], capture_output=True, text=True, check=True)
     assert f"{5 * STEPS_A_RECORD} steps; 1 earlier ones" in done.stdout

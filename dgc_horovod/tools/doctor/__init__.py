@@ -1,1 +1,1 @@
-"""`dgcrun --doctor`: what is in the way, and whether compression pays."""
+"""`dgcrun --doctor`: problems of the installation, and whether compression pays."""

@@ -1,6 +1,6 @@
-"""What ``dgcrun --doctor`` makes of the facts: each finding in one line, and what to do about it.
+"""The findings of ``dgcrun --doctor``: each in one line, with advice.
 
-Nothing here looks at the machine; `report` does.
+Nothing here examines the machine; `report` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dgc_horovod.tools.doctor.link import Link
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 _BUILD = "dgcrun --build-horovod builds it for what is installed here"
-# What must be the same on every host, the keys of `HostReport.found` that tell, and how bad it is if it is not.
+# Versions that must be the same on every host: name, keys in `HostReport.found`, and the mark if they differ.
 _SAME_EVERYWHERE = (
     ("Horovod", ("horovod",), BAD),
     ("torch", ("torch",), BAD),
@@ -26,7 +26,7 @@ _SAME_EVERYWHERE = (
 
 
 class Finding(NamedTuple):
-    """``OK``, ``NOTE`` or ``BAD``; what was found; and, where it is not ok, what to do."""
+    """``OK``, ``NOTE`` or ``BAD``; the finding; and advice, if it is not ok."""
 
     mark: str
     text: str
@@ -35,11 +35,11 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What child processes have found on this host; "error" in one of them says what went wrong there.
+    """Facts that child processes have found on this host; "error" in one of them is its error.
 
     Args:
         interpreter: Python that they ran.
-        packages: versions of horovod, torch, tensorflow, triton; what Horovod was built for; the kernels.
+        packages: versions of horovod, torch, tensorflow, triton; the frameworks that Horovod was built for; kernels.
         frameworks: findings of importing "torch" or "tensorflow", and Horovod for it, by name; those installed.
         mpirun: path of mpirun; "" if there is none.
     """
@@ -51,7 +51,7 @@ class Facts:
 
 
 def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """Settings of Horovod and of ours that change how a compressed job runs."""
+    """Judge environment variables, Horovod's and ours, that change how a compressed job runs."""
     findings = []
     if environment.get("HOROVOD_AUTOTUNE") == "1":
         text = "HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend"
@@ -68,7 +68,7 @@ def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
         findings.append(Finding(NOTE, text, "unset it to compress"))
     if path := environment.get(envvars.CONFIG_FILE.name):
         findings.append(Finding(OK, f"{envvars.CONFIG_FILE.name}: every job takes settings from {path}"))
-    return findings or [Finding(OK, "no setting stands in the way")]
+    return findings or [Finding(OK, "no variable hinders a compressed job")]
 
 
 def _is_near_one(cycle: str) -> bool:
@@ -79,7 +79,7 @@ def _is_near_one(cycle: str) -> bool:
 
 
 def judge_horovod(facts: Facts) -> list[Finding]:
-    """Horovod's version, what it was built for, and its controllers."""
+    """Judge Horovod's version, the frameworks it was built for, and its controllers."""
     version = facts.packages.get("horovod")
     if version is None:
         reason = facts.packages.get("error")
@@ -133,7 +133,7 @@ def _judge_parts(parts: Sequence[str], facts: Facts) -> list[Finding]:
 
 
 def judge_kernels(facts: Facts) -> list[Finding]:
-    """What compresses CPU tensors, and CUDA tensors where there are any."""
+    """Judge the kernels for CPU tensors, and for CUDA tensors if there is a GPU."""
     packages, torch = facts.packages, facts.frameworks.get("torch", {})
     name = packages.get("kernels")
     if name is None:
@@ -157,7 +157,7 @@ def judge_kernels(facts: Facts) -> list[Finding]:
 
 
 def judge_hosts(reports: Sequence[HostReport]) -> list[Finding]:
-    """Whether every host is fit, and the versions that must be the same."""
+    """Judge whether every host is usable, and the versions that must be the same."""
     findings = []
     for report in reports:
         if report.problem:
@@ -186,12 +186,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def judge_links(links: Sequence[Link], any_remote: bool) -> list[Finding]:
-    """The measured links; `any_remote`: whether the job has a host but this one."""
+    """Judge the measured links; `any_remote`: whether the job has other hosts than this one."""
     if not any_remote:
-        text = "only this host: its ranks talk through memory, where compression rarely pays"
+        text = "only this host: its ranks exchange through memory, where compression rarely pays"
         return [Finding(NOTE, text, "name the hosts with -H a:8,b:8")]
     if not links:
-        return [Finding(NOTE, "none measured: no other host is fit", "cure what is BAD above")]
+        return [Finding(NOTE, "none measured: no other host is usable", "solve the problems marked BAD above")]
     return [_judge_link(each) for each in links]
 
 

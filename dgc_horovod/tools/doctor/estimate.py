@@ -23,7 +23,7 @@ _PAYS, _NO_GAIN = 1.1, 0.97
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is asked: a model, a step, a number of workers, and where they are.
+    """The question: a model, a step, a number of workers, and their hosts.
 
     Args:
         elements: number of elements of the model, n >= 1.
@@ -32,7 +32,7 @@ class Estimate:
         link_bits: bits a second of the slowest host's link, B, > 0 and finite; None: to be measured.
         node_size: workers of a host, which share its card, G >= 1, a divisor of N.
         gloo: whether allreduces are made as Gloo makes them on a CPU.
-        mpi: whether workers agree on what is to be done along MPI's trees.
+        mpi: whether workers negotiate along MPI's trees.
     """
 
     elements: int
@@ -49,18 +49,18 @@ class Estimate:
         if self.node_size < 1 or self.workers % self.node_size or self.workers == self.node_size:
             raise ConfigError(
                 f"-np must fill two hosts or more, got {self.workers} workers on hosts of {self.node_size}; give "
-                f"{2 * self.node_size or 2}, or another multiple of what -H or --workers-per-node says of a host"
+                f"{2 * self.node_size or 2}, or another multiple of the workers of a host (-H, --workers-per-node)"
             )
 
     @property
     def machine(self) -> Machine:
-        """A worker, as far as nothing was measured."""
+        """A worker with default times."""
         machine = Machine(self.step_seconds)
         return machine.over_gloo() if self.gloo else machine
 
 
 def asked(args: Namespace, job: Job) -> Estimate | None:
-    """What the command line asks to price; None: nothing.
+    """Return the question of the command line; None: there is none.
 
     Args:
         args: Horovod's parsed arguments, with ours.
@@ -84,7 +84,7 @@ def asked(args: Namespace, job: Job) -> Estimate | None:
 
 
 def exchange_of(estimate: Estimate, config: DGCConfig) -> str:
-    """The exchange that a job makes; of "auto" the one that it chooses, as far as bytes decide (`core.budget`).
+    """Return the exchange of a job; for "auto" the one that it chooses by bytes (`core.budget`).
 
     Args:
         estimate: model and hosts.
@@ -99,7 +99,7 @@ def exchange_of(estimate: Estimate, config: DGCConfig) -> str:
 
 
 def price(estimate: Estimate, config: DGCConfig, method: str, machine: Machine) -> list[Cost]:
-    """Dense fp32, fp16, the method with nothing hidden behind computing, and with as much as dense.
+    """Return the costs of dense fp32, of fp16, and of the method without and with overlap of computing.
 
     Args:
         estimate: model, step and link, the link known.
@@ -124,7 +124,7 @@ def price(estimate: Estimate, config: DGCConfig, method: str, machine: Machine) 
 
 
 def verdict(rows: Sequence[Cost]) -> str:
-    """One line on `price`'s rows.
+    """Return one line on `price`'s rows.
 
     It pays if compression without overlap is at least 1.1 times as fast as both others with; it does not if even with
     overlap it gains less than 3% over the better of them.
@@ -139,7 +139,7 @@ def verdict(rows: Sequence[Cost]) -> str:
 
 
 def show(estimate: Estimate, config: DGCConfig, rows: Sequence[Cost]) -> str:
-    """What was priced, the table of `price`'s rows, and the verdict."""
+    """Return the question, the table of `price`'s rows, and the verdict, as text."""
     assert estimate.link_bits is not None
     lines = [
         f"{estimate.elements:,} elements, {estimate.workers} workers, {duration(estimate.step_seconds)} of computing a "
@@ -164,10 +164,10 @@ def show(estimate: Estimate, config: DGCConfig, rows: Sequence[Cost]) -> str:
 
 
 def _ways(estimate: Estimate, config: DGCConfig) -> list[str]:
-    """Which exchange is priced, and where the workers are."""
+    """Return lines on the exchange, and the places of the workers."""
     exchange, workers = exchange_of(estimate, config), estimate.node_size
     over = ("; dense and fp16 as Gloo adds on a CPU" if estimate.gloo else "") + ("; over MPI" if estimate.mpi else "")
     lines = [f"exchange {exchange}, {workers} worker{'s' * (workers > 1)} behind a link{over}"]
     if workers == 1 and config.wants_nodes:
-        lines.append("so there are no nodes: name the hosts with -H a:8,b:8, or say --workers-per-node 8")
+        lines.append("so there are no nodes: name the hosts with -H a:8,b:8, or pass --workers-per-node 8")
     return lines

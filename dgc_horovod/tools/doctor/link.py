@@ -2,7 +2,7 @@
 
 The other host runs this file (``python -m dgc_horovod.tools.doctor.link ADDRESS PORT``, a token on standard input),
 connects back twice, and takes part in three measurements: echo of single bytes, a stream from here to there, a stream
-from there to here. The standard library is all that it needs, and every wait has an end.
+from there to here. It needs the standard library only, and every wait has a limit.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from subprocess import CompletedProcess, SubprocessError
 from dgc_horovod.launch.marked import marked
 
 SECONDS = 1.0  # of each stream
-_UNCOUNTED_SECONDS = 0.25  # at its beginning: TCP's slow start, and what a shaped link lets through in one burst
+_UNCOUNTED_SECONDS = 0.25  # at its begin: TCP's slow start, and the first burst of a shaped link
 _ECHOES = 21
 _BLOCK = bytes(2**18)
-_STALL_SECONDS = 5.0  # no single wait within a measurement is longer
-_STRANGER_SECONDS = 1.0  # and none for the token of whoever has connected
+_STALL_SECONDS = 5.0  # longest single wait within a measurement
+_STRANGER_SECONDS = 1.0  # longest wait for the token of a connection
 _TOKEN_BYTES = 32
 _MARK = "DGC_LINK "
 
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured between this host and another.
+    """Measurements between this host and another.
 
     Args:
         host: name of the other host, as the job gives it.
@@ -84,20 +84,20 @@ def _last_words(ended: CompletedProcess[str]) -> str:
 def _result(ended: CompletedProcess[str]) -> float:
     found = marked(ended.stdout, _MARK)
     if found is None:
-        raise ValueError(f"the program there has ended without a result{_last_words(ended)}")
+        raise ValueError(f"the program on that host has ended without a result{_last_words(ended)}")
     return float(found)
 
 
 def serve(
     listener: socket.socket, token: str, patience: float, ended: Callable[[], bool] = lambda: False
 ) -> tuple[float, float]:
-    """This host's part: wait for the other one, echo, send, receive.
+    """Do this host's part: wait for the other one, echo, send, receive.
 
     Args:
         listener: socket that the other host connects to.
         token: text that it must send first; any other connection is closed and forgotten.
         patience: seconds until it must have connected.
-        ended: whether there is nobody left to wait for.
+        ended: function that says whether the other host's program has ended.
 
     Returns:
         Round-trip time in seconds, and bits received a second.
@@ -121,14 +121,14 @@ def _admitted(listener: socket.socket, token: str, patience: float, ended: Calla
             connection, _ = listener.accept()
         except TimeoutError:
             if over:
-                raise ConnectionError("the program there has ended and has not connected back") from None
+                raise ConnectionError("the program on that host has ended and has not connected back") from None
             continue
         if _says(connection, token):
             connection.settimeout(_STALL_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
         connection.close()
-    raise TimeoutError(f"no connection from there to {_name(listener)} within {patience:g} s")
+    raise TimeoutError(f"no connection from that host to {_name(listener)} within {patience:g} s")
 
 
 def _name(listener: socket.socket) -> str:
@@ -156,13 +156,13 @@ def _echo(connection: socket.socket) -> float:
         start = time.perf_counter()
         connection.sendall(b"?")
         if not connection.recv(1):
-            raise ConnectionError("the other side hung up during the echo")
+            raise ConnectionError("the other host closed the connection during the echo")
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
 def _send(connection: socket.socket) -> None:
-    """Send until the receiver, who holds the clock, hangs up."""
+    """Send until the receiver, which measures the time, closes the connection."""
     deadline = time.monotonic() + SECONDS + _STALL_SECONDS
     try:
         while time.monotonic() < deadline:
@@ -172,7 +172,7 @@ def _send(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket) -> float:
-    """Receive for `SECONDS` and hang up; returns bits a second, the beginning not counted."""
+    """Receive for `SECONDS`, then return bits a second; the begin is not counted."""
     buffer = bytearray(2**20)
     counted, begin = 0, 0.0
     start = now = time.perf_counter()
@@ -191,7 +191,7 @@ def _receive(connection: socket.socket) -> float:
 
 
 def answer(address: str, port: int, token: str) -> float:
-    """The other host's part of `serve`; returns bits received a second.
+    """Do the other host's part of `serve`; returns bits received a second.
 
     Raises:
         OSError: it cannot connect, or the connection broke.

@@ -1,7 +1,7 @@
-"""``dgcrun --doctor``: what would stop a compressed job here, what would slow it, and whether it pays.
+"""``dgcrun --doctor``: problems that would stop or slow a compressed job here, and whether compression pays.
 
-What is made of what is found here stands in `diagnoses`. Frameworks are imported in child processes: one that crashes
-or hangs is a finding.
+`diagnoses` judges the facts that are found here. Frameworks are imported in child processes: one that crashes or hangs
+is a finding.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _TENSORFLOW = """
 
 
 def run(args: Namespace, job: Job, ssh: Ssh) -> int:
-    """Do what ``dgcrun --doctor`` is asked for: see `diagnose`.
+    """Run ``dgcrun --doctor``, see `diagnose`.
 
     Args:
         args: Horovod's parsed arguments, with ours.
@@ -107,20 +107,20 @@ def run(args: Namespace, job: Job, ssh: Ssh) -> int:
 
 
 def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | None) -> int:
-    """Print what was found; returns 1 if something would stop a compressed job, else 0.
+    """Print the findings; returns 1 if one would stop a compressed job, else 0.
 
     Args:
         slots: hosts and their slots, ``a:8,b:8``; "" for this host.
         interpreter: Python that the job runs.
         ssh: way in which the other hosts are reached.
         job: resolved settings of the job.
-        plan: model and step for which to say whether compression pays; None: not asked.
+        plan: model and step for the estimate of the gain; None: not asked.
 
     Raises:
         ConfigError: the plan needs a link, and none was given or measured; or the job cannot be priced.
     """
     if plan is not None:
-        to_price(job, "--doctor")  # refused before anything is looked at
+        to_price(job, "--doctor")  # raises its errors before anything is examined
     names = hosts.names_of(slots) or ["localhost"]
     remote = [name for name in names if hosts.is_remote(name)]
     if plan is not None and plan.link_bits is None and not remote:
@@ -178,11 +178,11 @@ def _with_link(plan: Estimate, links: Sequence[Link]) -> Estimate:
     return replace(plan, link_bits=min(rates) / PAYLOAD)
 
 
-# -- finding out
+# -- facts
 
 
 def _probe(interpreter: str) -> Facts:
-    """Look at Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
+    """Examine Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
     packages = _child(interpreter, _PACKAGES)
     codes = {name: code for name, code in (("torch", _TORCH), ("tensorflow", _TENSORFLOW)) if packages.get(name)}
     with ThreadPoolExecutor() as pool:

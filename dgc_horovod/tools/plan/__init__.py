@@ -1,1 +1,1 @@
-"""`dgcrun --plan`: which exchange, from how many workers on."""
+"""`dgcrun --plan`: the best exchange for each number of workers."""

@@ -1,4 +1,4 @@
-"""``dgcrun --plan``: what a step costs by every method on 2 to 1,024 workers, and which one to take."""
+"""``dgcrun --plan``: the cost of a step by every method on 2 to 1,024 workers, and the method to take."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(args: Namespace, job: Job) -> int:
 
 
 def to_price(job: Job, command: str) -> DGCConfig:
-    """The settings of a job whose steps are priced, those of dgc without compression; of auto the density of its run.
+    """Return the settings to price: those of the job, or of dgc without compression; for auto with its density.
 
     Args:
         job: resolved settings of the job.
@@ -77,19 +77,19 @@ def to_price(job: Job, command: str) -> DGCConfig:
     config = job.config or DGCConfig(**PRESETS["dgc"])
     if config.exchanges_weights:
         raise ConfigError(
-            f"{command} prices an exchange at every step, and local steps make one every {config.local_steps}; leave "
-            "local steps out of it"
+            f"{command} prices an exchange at every step, and local steps exchange every {config.local_steps} steps; "
+            "leave local steps out"
         )
     if config.automatic and config.total_steps is not None and is_too_short(config.total_steps):
         raise ConfigError(
             f"auto stays with the uncompressed exchange in a run of {config.total_steps:,} steps, so {command} has no "
-            "compression to price; leave --dgc-total-steps out, or ask for --dgc"
+            "compression to price; leave --dgc-total-steps out, or pass --dgc"
         )
     return fitted(config)
 
 
 def number(flag: str, text: str, least: float = _LEAST) -> float:
-    """The number that a flag gives; `least` <= number <= 1e9, so that nothing made of it is infinite or not a number.
+    """Return the number of a flag; `least` <= number <= 1e9, so that results are finite.
 
     Raises:
         ConfigError: it is no such number.
@@ -117,14 +117,14 @@ def _cluster(args: Namespace, config: DGCConfig) -> Cluster:
 
 
 def node_size_of(args: Namespace, config: DGCConfig | None) -> int:
-    """Workers behind a card: of --workers-per-node, or the hosts if they have equally many; else node_size, or 1.
+    """Return the workers behind a card: --workers-per-node, or those of each host if equal; else node_size, or 1.
 
     Args:
         args: Horovod's parsed arguments, with ours.
         config: settings of the job; None without compression.
 
     Raises:
-        ConfigError: there is no such number, or nodes are to be only a part of a host.
+        ConfigError: there is no such number, or a node would be only a part of a host.
     """
     nodes = config.node_size if config is not None and config.may_use_nodes else None
     host = _workers_a_host(args)
@@ -158,5 +158,5 @@ def _notes(machine: Machine, elements: int) -> list[str]:
         "* the method to take. Dense and fp16 are stock Horovod, as fast as the link; with --gloo as Gloo on a CPU.",
         "PowerSGD is torch DDP's, of rank 1.",
         f"Compressing ({compress:.0f} ms a step for all elements) was measured just now, on one CPU thread.",
-        "Sharded exchanges, like a lower density, cost some quality. docs/planning.md: equations, how far off it is.",
+        "Sharded exchanges, like a lower density, cost some quality. docs/planning.md: equations, and their errors.",
     ]

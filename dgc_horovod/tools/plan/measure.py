@@ -1,4 +1,4 @@
-"""What compression costs a worker on this machine: the engine itself, on normal gradients."""
+"""Measurement of the cost of compression on this machine: the engine itself, on normal gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FEW, _MANY = 2, 32  # workers whose packets are decoded
 
 
 def measured(machine: Machine, elements: int, config: DGCConfig) -> Machine:
-    """`machine` with the seconds of compression and decoding that this one takes, on one thread by native kernels.
+    """Return `machine` with the seconds of compression and decoding of this one, on one thread by native kernels.
 
     The engine runs on a bucket of at most 16 Mi elements; the least of several times counts, since other programs only
     lengthen them. Memory: 17 bytes an element of the bucket.
 
     Args:
-        machine: what else is known.
+        machine: other times of a worker.
         elements: number of elements of the model, n >= 1.
-        config: compression settings; what is measured holds for their density.
+        config: compression settings; the result holds for their density.
     """
     numel = min(elements, _MOST_ELEMENTS)
     config = config.replace(exchange=FLAT)
@@ -43,12 +43,12 @@ def measured(machine: Machine, elements: int, config: DGCConfig) -> Machine:
 
 
 def _of_workers(numel: int, config: DGCConfig, workers: int) -> tuple[float, float]:
-    """Seconds to compress a step, and to decode what N workers have sent."""
+    """Return the seconds to compress a step, and to decode the packets of N workers."""
     kernels = registry.choose("cpu", threads=1)
     engine = BucketEngine(Bucket(0, (Segment("weight", 0, numel),)), config, kernels, 0, workers)
     engine.outputs.put(0, kernels.new(numel))
     compress, payloads = _steps(engine, numel)
-    # as if the ranks had sent what this one has sent in several tries at the same step
+    # messages of this rank in several tries at the same step stand for those of N ranks
     buffers, exchange = [payloads[rank % len(payloads)] for rank in range(workers)], engine.exchange
     received = [carry(collective, buffers)[0] for collective in exchange.rounds]
 
@@ -62,7 +62,7 @@ def _of_workers(numel: int, config: DGCConfig, workers: int) -> tuple[float, flo
 
 
 def _steps(engine: BucketEngine, numel: int) -> tuple[float, list[np.ndarray]]:
-    """Least seconds of a compress once the selection moves slowly, and the last messages."""
+    """Return the least seconds of a compress after some steps, and the last messages."""
     random = np.random.default_rng(0)
     noise = random.standard_normal(numel + 2**16, dtype=np.float32)
     accumulation = MomentumCorrection(0.9) if engine.config.momentum_correction else ErrorFeedback()

@@ -1,6 +1,6 @@
-"""A model as far as a plan needs it: shapes that stand for its size, or those that a function of the user's makes.
+"""The shapes of a model for a plan: made up from its size, or those of a user's function.
 
-That one runs in a process of its own: it may import whatever it likes.
+The function runs in a process of its own, as it may import anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ print({_MARK!r} + json.dumps([[str(name), [whole(name, size) for size in shape]]
 
 
 def parse_size(text: str) -> int:
-    """A number of elements: ``25.6M`` -> 25600000. K, M, and G or B; plain numbers too.
+    """Parse a number of elements: ``25.6M`` -> 25600000. K, M, and G or B; plain numbers too.
 
     Raises:
         ConfigError: it is no such number, not whole, below 1, or above a million million.
@@ -67,11 +67,11 @@ def parse_size(text: str) -> int:
 
 
 def tensors(elements: int, config: DGCConfig) -> list[TensorSpec]:
-    """Shapes that stand for a model of which only the size is known: square matrices, and one vector.
+    """Return shapes for a model of which only the size is known: square matrices, and one vector.
 
     Args:
         elements: number of elements of the model, n >= 1.
-        config: compression settings; a matrix fills a bucket, or is larger where these would be more than 1,000.
+        config: compression settings; a matrix fills a bucket, or is larger if there would be more than 1,000.
     """
     small = round(_SMALL * elements)
     most = min(max(config.bucket_bytes // 4, 2**20, -(-elements // _MOST_TENSORS)), _LARGEST_TENSOR)
@@ -88,7 +88,7 @@ def _nearly_square(numel: int) -> tuple[int, int]:
 
 
 def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[TensorSpec]:
-    """The tensors of a model, in its order.
+    """Return the tensors of a model, in its order.
 
     Args:
         target: ``module:function`` or ``file.py:function``; the function, without arguments, returns a torch module, a
@@ -96,7 +96,7 @@ def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[Tensor
         interpreter: Python that runs it.
 
     Raises:
-        ConfigError: there is no such function, it fails, or what it returns is no model.
+        ConfigError: there is no such function, it fails, or it returns no model.
     """
     if not all(target.rpartition(":")):
         raise ConfigError(f"--model must be module:function or file.py:function, got {target!r}")

@@ -1,4 +1,4 @@
-"""The plan over the number of workers: which method is best from how many on, as text and as a plot."""
+"""The plan over the number of workers: the best method for each, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dgc_horovod.planning.cluster import Cluster, Machine
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost, cost
 
 MOST_WORKERS = 1024
-_WORTH = 1.1  # times as fast as dense and fp16, or compression changes the training for little
-_CLEARLY = 0.97  # of a simpler exchange's step must a more complicated one take at most
+_WORTH = 1.1  # least speed over dense and fp16 at which compression is advised
+_CLEARLY = 0.97  # most time of a more complicated exchange over a simpler one
 
 Table = Mapping[int, Sequence[Cost]]
 
 
 def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine) -> dict[int, list[Cost]]:
-    """The cost of every method for two nodes, four, eight, and so on, of at most 1,024 workers together.
+    """Return the cost of every method for two nodes, four, eight, and so on, of at most 1,024 workers together.
 
     Args:
         specs, config, machine: see `cost_model.cost`.
-        cluster: links, and the number of workers of a node; that of all is not used.
+        cluster: links, and the number of workers of a node; the number of all workers is not used.
     """
     methods = METHODS if cluster.node_size > 1 else [name for name in METHODS if not name.startswith(HIERARCHICAL)]
     return {
@@ -38,7 +38,7 @@ def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, mach
 
 
 def worker_counts(node_size: int) -> list[int]:
-    """Numbers of workers that are planned: those of 2, 4, 8, ... nodes of `node_size` >= 1, at most 1,024."""
+    """Return the numbers of workers of the plan: those of 2, 4, 8, ... nodes of `node_size` >= 1, at most 1,024."""
     found = [2 * node_size]
     while found[-1] <= MOST_WORKERS:
         found.append(2 * found[-1])
@@ -46,7 +46,7 @@ def worker_counts(node_size: int) -> list[int]:
 
 
 def best(costs: Sequence[Cost]) -> Cost:
-    """The exchange to take: of equal ones the simplest; dense or fp16 where compression gains less than a tenth."""
+    """Return the exchange to take: of equal ones the simplest; dense or fp16 if compression gains less than a tenth."""
     plain = min((each for each in costs if each.name in (DENSE, FP16)), key=lambda each: each.step_seconds)
     chosen = plain
     for name in EXCHANGES:
@@ -58,7 +58,7 @@ def best(costs: Sequence[Cost]) -> Cost:
 
 
 def ranges(found: Table) -> list[tuple[int, int, str]]:
-    """From and to how many workers which method is the one to take."""
+    """Return the ranges of the number of workers, each with the method to take: first, last, name."""
     runs: list[tuple[int, int, str]] = []
     for workers, costs in found.items():
         name = best(costs).name
@@ -89,7 +89,7 @@ _STYLES = {
 
 
 def verdicts(found: Table) -> list[str]:
-    """A line for each range of N: which method to take, and what it gains."""
+    """Return a line for each range of N: the method to take, and its gain."""
     lines = []
     for low, high, name in ranges(found):
         where = f"N = {low:,}" if low == high else f"N = {low:,} to {high:,}"
@@ -107,7 +107,7 @@ def _gain(costs: Sequence[Cost]) -> float:
 
 
 def text(found: Table, config: DGCConfig) -> str:
-    """A table for each of time, efficiency, bytes and memory, with a budget density; the method to take is marked."""
+    """Return tables of time, efficiency, bytes and memory, with a budget density; the method to take is marked."""
     names = [name for name in METHODS if any(each.name == name for costs in found.values() for each in costs)]
     blocks = []
     for title, value in _BLOCKS if config.max_bytes_per_step is None else (*_BLOCKS, _DENSITY):
@@ -131,14 +131,14 @@ def _cell(cost: Cost | None, value: Callable[[Cost], float], chosen: bool) -> st
 
 
 def budget_of(config: DGCConfig) -> list[str]:
-    """A line on the budget, if there is one."""
+    """Return a line on the budget, if there is one."""
     if config.max_bytes_per_step is None:
         return []
-    return [f"budget: {size(config.max_bytes_per_step)} a step into a card; the last table has the densities for it"]
+    return [f"budget: {size(config.max_bytes_per_step)} a step into a network card; the last table has the densities"]
 
 
 def beyond(found: Table, config: DGCConfig) -> list[str]:
-    """Lines on where a card gets more bytes than the budget of `config`; none where there is no such place."""
+    """Return lines on the cases in which a card gets more bytes than the budget of `config`."""
     budget, lines = config.max_bytes_per_step, []
     if budget is None:
         return []
@@ -150,10 +150,10 @@ def beyond(found: Table, config: DGCConfig) -> list[str]:
 
 
 def _beyond_budget(budget: int) -> list[str]:
-    """Lines that say that a card gets more than `budget` bytes, and why it may."""
+    """Return lines that say that a card gets more than `budget` bytes, and why."""
     return [
-        f"A card gets more than its budget of {size(budget)}: small tensors are sent whole, no density is made lower",
-        f"than {LEAST_DENSITY:g}, and of sharded workers that share a card without being a node each has a budget.",
+        f"A network card gets more than its budget of {size(budget)}: small tensors are sent dense, the lowest density",
+        f"is {LEAST_DENSITY:g}, and sharded workers that share a card without being a node have a budget each.",
     ]
 
 
@@ -173,7 +173,7 @@ def _pyplot() -> Any:
 
 
 def check_file(file: Path) -> None:
-    """Whether a plan can be drawn there, before it is made.
+    """Check that a plan can be drawn to this file, before it is made.
 
     Raises:
         ConfigError: there is no matplotlib, no form of that ending, or no such folder.
@@ -190,12 +190,12 @@ def check_file(file: Path) -> None:
 
 
 def draw(found: Table, title: str, file: Path) -> None:
-    """Efficiency, step and bytes over N.
+    """Draw efficiency, time of a step and bytes over N.
 
     Args:
         found: costs by number of workers.
-        title: what was planned.
-        file: to write; the ending decides on the form.
+        title: title of the plot.
+        file: file to write; the ending decides on the form.
 
     Raises:
         ConfigError: there is no matplotlib, or the file cannot be written.
@@ -240,7 +240,7 @@ def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], l
 
 
 def head(elements: int, computing: float, config: DGCConfig, link: str) -> str:
-    """What was planned, in one line."""
+    """Return a line on the model, the step, the density and the link."""
     density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.final_density:g}"
     return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
 

@@ -1,6 +1,6 @@
-"""A page of what a run did: `dgcrun --report` and ``python -m dgc_horovod.report metrics.jsonl -o report.html``.
+"""The page of a run: `dgcrun --report` and ``python -m dgc_horovod.report metrics.jsonl -o report.html``.
 
-Whether its file can be written is known before a job, not after it.
+It is checked before a job that the file can be written.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def main() -> int:
 
 
 def with_metrics(job: Job, path: str) -> Job:
-    """`job` with the metrics file that a report is made of: one beside the page, if it has none.
+    """Return `job` with the metrics file that the report is made from: one beside the page, if it has none.
 
     Args:
         job: resolved settings of the job.
         path: path of the page.
 
     Raises:
-        ConfigError: nothing is compressed, its metrics go into another form, or the page cannot be written.
+        ConfigError: nothing is compressed, the metrics have another form, or the page cannot be written.
     """
     if not job.active:
         raise ConfigError(
@@ -59,8 +59,8 @@ def with_metrics(job: Job, path: str) -> Job:
     given = job.given(envvars.METRICS_FILE)
     if given.value and not is_json_lines(given.value):
         raise ConfigError(
-            f"{REPORT} is made of JSON lines, and the metrics file is {given.text!r} ({given.source}); give it another "
-            "name, or none"
+            f"{REPORT} is made from JSON lines, and the metrics file is {given.text!r} ({given.source}); give it "
+            "another name, or none"
         )
     try:
         check(path, given.value or "")
@@ -72,25 +72,25 @@ def with_metrics(job: Job, path: str) -> Job:
 
 
 def write_page(job: Job, path: str, description: dict[str, Any]) -> None:
-    """Write the page of a job that has ended, however it has; what goes wrong here changes no exit code."""
+    """Write the page of a job that has ended in any way; an error here changes no exit code."""
     metrics = job.get(envvars.METRICS_FILE)
     try:
         parts = [run for run in read(metrics) if run.job == description["id"]]
         if not parts:
-            raise ConfigError(f"{metrics!r} holds nothing of this job")
+            raise ConfigError(f"{metrics!r} has no record of this job")
         _write(path, parts[-1])
-    except Exception as error:  # whatever matplotlib or an odd record may raise: the job's exit code is to be told
+    except Exception as error:  # from matplotlib or an odd record: the exit code must stay that of the job
         said = error if isinstance(error, (ConfigError, OSError)) else f"{type(error).__name__}: {error}"
         _say(
-            f"no report: {said}. Rank 0 writes that file, on its host; there: python -m dgc_horovod.report {metrics} "
-            f"-o {path}"
+            f"no report: {said}. Rank 0 writes that file on its host; run there: python -m dgc_horovod.report "
+            f"{metrics} -o {path}"
         )
     else:
         _say(f"the report is {path}, made of {metrics}{_left_out(parts[:-1])}")
 
 
 def _left_out(parts: Sequence[Run]) -> str:
-    """What is said of the parts of a job before the last: each new process that becomes rank 0 counts anew."""
+    """Return a text on the parts of a job before the last: each new process that becomes rank 0 counts anew."""
     if not parts:
         return ""
     steps = sum(number(part.last, "steps") for part in parts)
@@ -102,30 +102,30 @@ def _say(text: str) -> None:
 
 
 def _write(path: str, run: Run) -> None:
-    """Write the page of a run in the encoding that it says it has. Raises OSError."""
+    """Write the page of a run in the encoding that it declares. Raises OSError."""
     files.write(path, page(run).encode(errors="replace"))
 
 
 def metrics_beside(page: str) -> str:
-    """The path of the metrics file of a page that is given none: report.jsonl beside report.html, else PAGE.jsonl."""
+    """Return the default metrics file of a page: report.jsonl beside report.html, else PAGE.jsonl."""
     path = Path(page).absolute()
     name = path.stem if path.suffix.lower() in _PAGES else path.name
     return str(path.with_name(name + _LINES))
 
 
 def check(page: str, metrics: str) -> None:
-    """Whether a page can be written.
+    """Check that a page can be written.
 
     Args:
         page: path of the page.
-        metrics: path of the metrics file that it is made of; "" where it gets a name of its own.
+        metrics: path of the metrics file that it is made from; "" if it gets the default name.
 
     Raises:
-        ConfigError: it cannot, or would take the place of a metrics file.
+        ConfigError: it cannot, or would overwrite a metrics file.
     """
     path = Path(page).absolute()
     if path.suffix == _LINES or (metrics and path.resolve() == Path(metrics).resolve()):
-        raise ConfigError(f"{page!r} is the name of a metrics file, in whose place the page would be; {_EXAMPLE}")
+        raise ConfigError(f"{page!r} is the name of a metrics file, which the page would overwrite; {_EXAMPLE}")
     try:
         if path.is_dir():
             raise ConfigError(f"{page!r} is a folder; {_EXAMPLE} in it")

@@ -1,4 +1,4 @@
-"""A run's metrics file, and the figures that the page shows of it."""
+"""A run's metrics file, and the figures that the page shows."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Run:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What `dgcrun` said of the job; empty for a script that was started without it."""
+        """Description of the job by `dgcrun`; empty for a script that was started without it."""
         found = self.records[0].get("run")
         return found if isinstance(found, dict) else {}
 
     @property
     def job(self) -> str:
-        """The id of the job; "" where no version of dgc_horovod has given it one."""
+        """The id of the job; "" for records of earlier versions."""
         return str(self.last.get("id") or self.description.get("id", ""))
 
     @property
     def ranks(self) -> list[Record]:
-        """What each rank told last, of those that are kept."""
+        """The latest figures of each rank in the record."""
         return ranks_of(self.last)
 
 
 def number(record: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
-    """The number under `name`, `missing` if there is none that is finite."""
+    """Return the number under `name`, `missing` if there is none that is finite."""
     value = record.get(name)
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else missing
@@ -63,7 +63,7 @@ def number(record: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
 
 
 def ranks_of(record: Record) -> list[Record]:
-    """What each rank told, in the order of ranks."""
+    """Return the figures of each rank, in the order of ranks."""
     found = record.get("ranks")
     told = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
     return [
@@ -73,9 +73,9 @@ def ranks_of(record: Record) -> list[Record]:
 
 
 def read(path: str) -> list[Run]:
-    """The runs of a metrics file in the order in which they began: later ones are appended, some at the same time.
+    """Return the runs of a metrics file in the order of their begin: later ones are appended, some at the same time.
 
-    Records have the id of their job; those of older versions have none, and are taken for one run after another.
+    Records have the id of their job; those of earlier versions have none, and count as one run after another.
 
     Args:
         path: path of a file of JSON lines, see `recording.writer_for`.
@@ -113,20 +113,20 @@ def _records(lines: list[str]) -> Iterator[Record]:
     for line in lines:
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # of a job that was killed while it wrote, perhaps
+        except (ValueError, RecursionError):  # perhaps of a job that was killed while it wrote
             continue
         if isinstance(record, dict) and "steps" in record:
             yield record
 
 
-_MOST_STOCK = 0.1  # of the steps, or the mean of all is not one of compressed steps
-_SPACE = "\u00a0"  # at which no line is broken
+_MOST_STOCK = 0.1  # largest share of stock steps at which the mean is one of compressed steps
+_SPACE = "\u00a0"  # a space without a line break
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10}  # in bits a second
 
 
 @dataclass(frozen=True)
 class Times:
-    """Where the time of a step goes, in seconds: what is neither of the other parts is computing."""
+    """The parts of the time of a step, in seconds; the rest is computing."""
 
     step: float
     compress: float
@@ -151,7 +151,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Saved:
-    """Of a step over a link: seconds that dense exchanges would take, and how much less the measured one did."""
+    """A step over a link: seconds of dense exchanges, and the seconds that the measured one saves."""
 
     link: str
     fp32: float
@@ -160,20 +160,20 @@ class Saved:
 
 
 def times(now: Record, before: Record | None = None) -> Times | None:
-    """The times of a rank in a step, on average since `before`; None where it has made none since."""
+    """Return the mean times of a rank's steps since `before`; None if it has made none since."""
     spent = {name: number(now, name) - number(before or {}, name) for name in COUNTERS}
     steps = spent["timed_steps"]
     return Times(spent["step_seconds"] / steps, *(spent[name] / steps for name in PARTS)) if steps > 0 else None
 
 
 def mean(each: Sequence[Times]) -> Times:
-    """The mean over ranks."""
+    """Return the mean over ranks."""
     names = ("step", "compress", "decode", "wait")
     return Times(*(sum(getattr(times, name) for times in each) / len(each) for name in names))
 
 
 def series(run: Run) -> dict[int, list[tuple[float, Times]]]:
-    """For each rank what its steps were like between two records, with the step at the end of it."""
+    """Return for each rank the mean times between two records, with the last step of the interval."""
     found: dict[int, list[tuple[float, Times]]] = {}
     before: dict[int, Record] = {}
     for record in run.records:
@@ -187,29 +187,28 @@ def series(run: Run) -> dict[int, list[tuple[float, Times]]]:
 
 
 def straggler(run: Run) -> Straggler | None:
-    """The rank that waits least; None where only one has told of itself."""
+    """Return the rank that waits least; None if only one rank is in the records."""
     told = [figures for figures in run.ranks if number(figures, "timed_steps") > 0]
     return Straggler(told) if len(told) > 1 else None
 
 
 def traffic(run: Run) -> Bytes:
-    """The bytes of rank 0 over the run."""
+    """Return the bytes of rank 0 over the run."""
     names = ("bytes_sent", "bytes_received", "bytes_dense", "bytes_dense_received")
     return Bytes(*(number(run.last, name) for name in names))
 
 
 def stock_steps(run: Run) -> float:
-    """How many steps were stock Horovod's own, in a job of compression auto; else 0."""
+    """Return the number of stock Horovod's steps in a job of compression auto; else 0."""
     return number(run.last, "stock_steps")
 
 
 def saved(run: Run) -> list[Saved]:
-    """What a step gains over links of several rates.
+    """Return the gain of a step over links of several rates.
 
-    The dense exchange is taken to run at the full rate of the link, with nothing of it hidden behind the backward pass.
-    The measured one is compression, decoding, and the wait of the rank that waits least: of the others' wait a part is
-    for that rank, and dense training would wait for it just as long. A run of which more than a tenth was stock
-    Horovod's has not measured it.
+    The dense exchange is assumed to run at the full rate of the link, with no part hidden behind the backward pass. The
+    measured one is compression, decoding, and the wait of the rank that waits least: the others also wait for that
+    rank, as dense training would. Empty if more than a tenth of the steps were stock Horovod's.
     """
     ranks = [each for told in run.ranks if (each := times(told)) is not None]
     steps = number(run.last, "steps")
@@ -222,14 +221,14 @@ def saved(run: Run) -> list[Saved]:
 
 
 def skips(run: Run) -> list[tuple[float, str]]:
-    """The first steps that were applied on no rank: number from 0, and where the reason lay."""
+    """Return the first skipped steps: number from 0, and the place of the cause."""
     found = run.last.get("skips")
     pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
     return [(number({"step": step}, "step"), str(where)) for step, where in pairs]
 
 
 def rates(run: Run, name: str, over: str) -> list[tuple[float, float]]:
-    """How much a counter has grown between two records for each unit of another one; with the step at the end."""
+    """Return the growth of a counter between two records over that of another one, with the last step."""
     found = []
     for before, now in zip(run.records, run.records[1:], strict=False):
         grown, units = (number(now, each) - number(before, each) for each in (name, over))
@@ -267,7 +266,7 @@ def count(number: float) -> str:
 
 
 def times_less(more: float, less: float) -> str:
-    """How many times less than `more`."""
+    """Return a text on the ratio of `more` to `less`."""
     return f"{more / less:.3g}× less" if less else "-"
 
 

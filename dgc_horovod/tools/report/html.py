@@ -1,4 +1,4 @@
-"""A page as a tree of elements: text is escaped because it is text, whoever wrote it. And how it looks."""
+"""A page as a tree of elements, which escapes all text, and its style."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Content]], marked: int | 
 
 
 def document(title: str, *content: Content) -> str:
-    """A whole page, which may load nothing from anywhere and run nothing.
+    """Return a whole page, which may not load or run anything.
 
     Args:
         title: title of the page.

@@ -1,4 +1,4 @@
-"""The page of a run: what to see first, the plots, and a table for everything."""
+"""The page of a run: tiles with the main answers, plots, and tables of all figures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GOOD, LOOK, PLAIN = "good", "look", "plain"
 
 
 class Tile(NamedTuple):
-    """An answer.
+    """A tile with one answer.
 
     Args:
-        question: what it answers.
+        question: the question that it answers.
         answer: the answer in a few words.
         more: one sentence more.
         state: ``GOOD``, ``LOOK`` (something should be done), or ``PLAIN`` (a figure).
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 
 def tiles(run: Run) -> list[Tile]:
-    """All that there is something to say of."""
+    """Return all tiles of a run."""
     found = [_end(run), _choice(run), _sent(run), _slow(run), _skipped(run), _replicas(run), _advice(run)]
     return [tile for tile in found if tile is not None]
 
@@ -45,11 +45,11 @@ def _end(run: Run) -> Tile:
         answer += f", skipped {count(skipped)} of them"
     if run.ended:
         return Tile("The run", answer, "It has come to its end.", LOOK if skipped else GOOD)
-    return Tile("The run", answer, "It goes on, or was stopped: there is no last record.", LOOK)
+    return Tile("The run", answer, "It is running, or was stopped: there is no last record.", LOOK)
 
 
 def _choice(run: Run) -> Tile | None:
-    """Of compression auto: an exchange without a time of its own is being tried, or the trial was broken off."""
+    """The tile of compression auto; an exchange without a time is under trial, or its trial was ended."""
     mode, told = run.last.get("mode"), run.last.get("trial_seconds")
     if not isinstance(mode, str):
         return None
@@ -65,7 +65,7 @@ def _choice(run: Run) -> Tile | None:
 def _sent(run: Run) -> Tile | None:
     moved = figures.traffic(run)
     if not moved.sent:
-        return Tile("Bytes sent", "not counted", "Horovod's own exchange of dense gradients is not.", PLAIN)
+        return Tile("Bytes sent", "not counted", "The uncompressed exchange is not counted.", PLAIN)
     less = times_less(moved.dense_sent, moved.sent)
     return Tile("Bytes sent", less, f"A rank sent {size(moved.sent)}; fp32 would be {size(moved.dense_sent)}.", PLAIN)
 
@@ -116,20 +116,20 @@ def _advice(run: Run) -> Tile:
     found = run.last.get("advice")
     texts = [str(text) for text in found] if isinstance(found, list) else []
     if not texts:
-        return Tile("Advice", "none", "All figures stayed in the range that was seen to be sound.", GOOD)
+        return Tile("Advice", "none", "All figures stayed in the range of sound runs.", GOOD)
     return Tile("Advice", f"{len(texts)} given", " ".join(f"{text}." for text in texts), LOOK)
 
 
 _HEALTH = {
-    "residual_ratio": ("residual norm / gradient norm", "how many gradients wait on a rank"),
+    "residual_ratio": ("residual norm / gradient norm", "gradients that are not sent yet"),
     "staleness_mean": ("staleness, mean", "steps since an element that is sent was sent before"),
     "staleness_99": ("staleness, 99%", "99% of them waited less"),
-    "overlap": ("overlap of the ranks' selections", "share of a rank's elements that another rank sends as well"),
+    "overlap": ("overlap of the ranks' selections", "share of a rank's elements that another rank sends too"),
 }
 
 
 def page(run: Run) -> str:
-    """The page as HTML: it holds all that it shows, loads nothing and runs nothing."""
+    """Return the page as HTML, which loads nothing and runs nothing."""
     description = run.description
     title = f"dgc_horovod: {description.get('command') or run.last.get('method', '')}"
     tables = {
@@ -176,7 +176,7 @@ def _ranks(run: Run) -> list[Element]:
         "Computing is the rest of a step, data and evaluation included."
     )
     if len(told) < 2:
-        note += " Only rank 0 is known: the others tell of themselves where dgcrun has started them."
+        note += " Only rank 0 is known: the others report if dgcrun has started them."
     marked = is_slow.index(True) if any(is_slow) else None
     return [table(head, rows, marked), tag("p", note, class_="note")] if told else []
 
@@ -205,9 +205,9 @@ def _saved(run: Run) -> list[Element]:
         for each in figures.saved(run)
     ]
     note = (
-        "Assumed: the dense exchange runs at the full rate of the link, none of it behind the backward pass. Against "
-        "it stands what was measured: compression, decoding, and the wait of the rank that waits least (the others' is "
-        "for a slow rank too, and dense training would wait as well). Below zero, compression costs time there."
+        "Assumed: the dense exchange runs at the full rate of the link, without overlap of the backward pass. It is "
+        "compared with the measured compression, decoding, and wait of the rank that waits least (the others wait for "
+        "a slow rank too, as dense training would). Below zero, compression costs time there."
     )
     head = ["a link of", "fp32, a step", "fp16, a step", "saved a step, against fp32"]
     return [table(head, rows), tag("p", note, class_="note")] if rows else []
@@ -219,7 +219,7 @@ def _health(run: Run) -> list[Element]:
         for key, (name, meaning) in _HEALTH.items()
         if key in run.last
     ]
-    note = "Of rank 0, at the last step that was looked at. docs/tuning.md says what is normal, and what to do if not."
+    note = "Of rank 0, at the last step that was examined. docs/tuning.md has the ranges of sound runs, and advice."
     return [table(["", "last", "what it is"], rows), tag("p", note, class_="note")] if rows else []
 
 

@@ -21,12 +21,12 @@ _INK = "#010203"  # replaced by the colour of the page's text
 _COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "wait": "#8d949c"}
 _RED, _GREEN = "#dc4b57", "#2f9e6e"
 _MOST_POINTS = 300  # of a curve
-_FEW_RANKS = 12  # whose names fit beside their bars
-Plot = Callable[["Axes", Run], bool]  # draws into axes; whether there was anything to draw
+_FEW_RANKS = 12  # number of names that fit beside the bars
+Plot = Callable[["Axes", Run], bool]  # draws into axes; returns whether there was anything to draw
 
 
 def of_run(run: Run) -> list[Element]:
-    """A figure with its caption for each plot of which there is something to draw; a note without matplotlib."""
+    """Return a figure with its caption for each plot that has data; a note without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -65,7 +65,7 @@ def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
 
 
 def _inline(text: str, caption: str) -> Element:
-    """A drawing as HTML has it: without namespaces, names and rules of its own, as wide as there is room."""
+    """Return a drawing for HTML: without namespaces, unused names and own rules, as wide as the page allows."""
     root = ElementTree.fromstring(text.replace(_INK, "currentColor"))
     for parent in list(root.iter()):
         for child in list(parent):
@@ -93,7 +93,7 @@ def _references(element: Element) -> Iterator[str]:
 
 
 def _steps_in_time(axes: Axes, run: Run) -> bool:
-    """The mean over ranks: a rank that has told less often is left out."""
+    """Draw the mean over ranks; a rank with fewer records is left out."""
     of_ranks = list(figures.series(run).values())
     longest = max(map(len, of_ranks), default=0)
     whole = [points for points in of_ranks if len(points) == longest]
@@ -166,7 +166,7 @@ def _waits(axes: Axes, run: Run) -> bool:
 
 
 def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
-    """A plot of some figures of rank 0: name in the records -> name in the legend."""
+    """Return a plot of some figures of rank 0: name in the records -> name in the legend."""
 
     def draw(axes: Axes, run: Run) -> bool:
         drawn = False
@@ -206,7 +206,7 @@ def _density(axes: Axes, run: Run) -> bool:
 
 
 def _draw_steps(axes: Axes, points: list[tuple[float, float]], **style: Any) -> None:
-    """Means, each of which is drawn over all the steps that it is of."""
+    """Draw means, each over all the steps that it covers."""
     axes.plot(*_thinned([(0, points[0][1]), *points]), drawstyle="steps-pre", **style)
 
 

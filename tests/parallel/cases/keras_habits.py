@@ -319,7 +319,7 @@ def models_and_optimizers() -> dict[str, Any]:
         del wrapped, inside
         gc.collect()
         fit(smooth_model(), momentum_sgd(), 1, [begin])
-    found["compiled with another"] = [text for text in said if "compile the model with it" in text]
+    found["compiled with another"] = [text for text in said if "Compile the model with the returned" in text]
     selected = []
     for _ in range(2):
         warm = Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))
