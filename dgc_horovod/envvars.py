@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dgc_horovod.compression import PRESETS
@@ -107,6 +107,12 @@ def put_into_environment(values: Mapping[str, str]) -> None:
             os.environ[name] = text
         else:
             os.environ.pop(name, None)
+
+
+def put_on_path(folders: Sequence[str]) -> None:
+    """Put folders before all others that Python looks for modules in, for children of this process."""
+    before = os.environ.get("PYTHONPATH")  # an empty part of it means the current folder
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
 
 
 def environment() -> dict[str, str]:

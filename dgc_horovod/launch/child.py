@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-import psutil
+try:
+    import psutil
+except ImportError:  # Horovod brings it; torchrun ends what it has started by itself
+    psutil = None  # type: ignore[assignment,unused-ignore]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -127,6 +130,8 @@ def _end(pid: int) -> None:
 
 def _below(pid: int, recursive: bool = True) -> list[psutil.Process]:
     """Every process that the child has started, ranks and theirs: Horovod leaves behind what an ended rank started."""
+    if psutil is None:
+        return []
     try:
         return psutil.Process(pid).children(recursive=recursive)  # type: ignore[no-any-return]
     except (psutil.Error, OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import signal
@@ -24,13 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["--build-horovod"]:
         code: int = tools.load("build_horovod").main(words[1:])
         return code
-    if importlib.util.find_spec("horovod") is None:
-        print(
-            f"dgcrun: there is no Horovod for {sys.executable}; dgcrun --build-horovod builds it for the torch and "
-            "TensorFlow that are installed there",
-            file=sys.stderr,
-        )
-        return _EXIT_USAGE
     from dgc_horovod.launch import commands
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import sys
 from argparse import Namespace
@@ -10,10 +11,14 @@ from typing import Any
 
 from dgc_horovod import envvars, tools
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import config_file, flags, inputs, settings
-from dgc_horovod.launch.job import run_job
+from dgc_horovod.launch import config_file, flags, settings, torchrun
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.site import FOLDER
+
+_NEEDS_HOROVOD = (
+    f"there is no Horovod for {sys.executable}; dgcrun --build-horovod builds it for the torch and TensorFlow that are "
+    "installed there. For torchrun it is not needed: dgcrun --dgc torchrun ... train.py"
+)
 
 
 def run(words: Sequence[str]) -> int:
@@ -22,17 +27,21 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a setting is wrong, or some host is not fit for the job.
     """
+    for_torch, has_horovod = torchrun.is_asked_for(words), importlib.util.find_spec("horovod") is not None
+    if for_torch or (not has_horovod and {"--show-config", "--print-env"} & {*words}):
+        return _run_for_torch(words)
+    if not has_horovod:
+        raise ConfigError(_NEEDS_HOROVOD)
+    from dgc_horovod.launch import inputs
+    from dgc_horovod.launch.job import run_job
+
     args, given = flags.parse(words)
     if args.build_horovod:
         raise ConfigError("--build-horovod must be the first word after dgcrun")
     _check_flags(args)
     ssh = inputs.make_safe(args)
     job = job_of(args, given)
-    if args.show_config:
-        print(settings.show(_with_report(args, job)))
-        return 0
-    if args.print_env:
-        print(_exports(job))
+    if _told(args, job):
         return 0
     if args.plan:
         return int(tools.load("plan.command").run(args, job))
@@ -40,10 +49,37 @@ def run(words: Sequence[str]) -> int:
         return int(tools.load("doctor.report").run(args, job, ssh))
     if not args.command:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
-    late = [word for word in args.command if word == "--dgc" or word.startswith("--dgc-")]
+    torchrun.refuse_under_horovod(args.command)
+    _warn_of_late_flags(args.command)
+    return run_job(args, _with_report(args, job), ssh)
+
+
+def _run_for_torch(words: Sequence[str]) -> int:
+    """`run` of a command in which Horovod has no part."""
+    args, given = flags.parse_for_torch(words)
+    _check_flags(args)
+    job = job_of(args, given)
+    if _told(args, job):
+        return 0
+    if args.plan or args.doctor or args.build_horovod:
+        raise ConfigError("--plan, --doctor and --build-horovod start no job: leave torchrun out")
+    _warn_of_late_flags(args.command)
+    return torchrun.run_job(args, _with_report(args, job))
+
+
+def _told(args: Namespace, job: Job) -> bool:
+    """Print what was asked for of the settings; returns whether something was."""
+    if args.show_config:
+        print(settings.show(_with_report(args, job)))
+    elif args.print_env:
+        print(_exports(job))
+    return bool(args.show_config or args.print_env)
+
+
+def _warn_of_late_flags(command: Sequence[str]) -> None:
+    late = [word for word in command if word == "--dgc" or word.startswith("--dgc-")]
     if late:
         print(f"dgcrun: {late[0]} stands after the command, so the script gets it and dgcrun does not", file=sys.stderr)
-    return run_job(args, _with_report(args, job), ssh)
 
 
 def _check_flags(args: Namespace) -> None:

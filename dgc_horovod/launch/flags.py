@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import shutil
 import sys
 import textwrap
@@ -11,15 +12,10 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import horovod
-from horovod.runner import launch
-from horovod.runner.common.util import config_parser
-
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, nearest
 from dgc_horovod.launch import config_file
-from dgc_horovod.launch.launcher import check_horovod
 from dgc_horovod.names import replaced
 from dgc_horovod.settings import OF_METHOD, Setting, as_text
 
@@ -43,7 +39,8 @@ TOLD = (((REPORT,), (A_JOB, "--show-config")), (ESTIMATE, ("--doctor", "--plan")
 _ESTIMATE = "with --doctor and -np, or with --plan"
 _PLAN = "with --plan"
 _DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
-_USAGE = "dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND"
+_USAGE = """dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND
+       dgcrun [--dgc | --compression METHOD] [options] torchrun ..."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -59,6 +56,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
         Horovod's namespace, with its values from the config file and, as ``compression_section``, ours; and name of a
         variable -> text for our flags.
     """
+    from horovod.runner import launch
+
+    from dgc_horovod.launch.launcher import check_horovod
+
     check_horovod()
     parser = functools.partial(_Parser, list(arguments))
     try:
@@ -67,12 +68,29 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]
             args = launch.parse_args()
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    return _with_ours(args)
+
+
+def parse_for_torch(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """As `parse`, without Horovod: our flags and ``--config-file``, then the command.
+
+    Raises:
+        ConfigError: the config file is wrong.
+    """
+    parser = _Parser(list(arguments))
+    parser.add_argument("--config-file")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    parser.set_defaults(num_proc=None, hosts=None, hostfile=None)
+    return _with_ours(parser.parse_args())
+
+
+def _with_ours(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, str]]:
     args.config_file = args.own_config_file
     given = ((row.name, getattr(args, _PREFIX + row.name)) for row in envvars.SETTABLE)
     return args, {name: text for name, text in given if text is not None}
 
 
-def _take_config_file(args: argparse.Namespace) -> None:
+def _take_config_file(args: argparse.Namespace, for_horovod: bool) -> None:
     """Take Horovod's values from the config file, checked: Horovod takes every section for what it should be."""
     content = config_file.read(args.config_file)
     off = envvars.is_off(envvars.from_environment())
@@ -80,6 +98,10 @@ def _take_config_file(args: argparse.Namespace) -> None:
     args.compression_section = config_file.section_of(
         args.config_file, {key: value for key, value in content.items() if key not in ours}
     )
+    if not for_horovod:
+        return
+    from horovod.runner.common.util import config_parser
+
     on_command_line = {name for name, value in vars(args).items() if value is not None}
     config_parser.set_args_from_config(args, content, on_command_line)
 
@@ -92,11 +114,12 @@ class _Command(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, True)
-        parser._option_string_actions["-np"].required = False
+        if "-np" in parser._option_string_actions:
+            parser._option_string_actions["-np"].required = False
 
 
 class _Parser(argparse.ArgumentParser):
-    """Horovod's parser with our flags; Horovod adds its own to it afterwards.
+    """A parser of our flags; Horovod adds its own to it afterwards.
 
     Args:
         words: command line that it parses.
@@ -122,14 +145,14 @@ class _Parser(argparse.ArgumentParser):
         """As argparse's, of the words, with the values of the config file, which Horovod is not to read by itself."""
         found = super().parse_args(self._words)
         if found.config_file:
-            _take_config_file(found)
+            _take_config_file(found, for_horovod="-np" in self._option_string_actions)
         found.own_config_file, found.config_file = found.config_file, None
         return found
 
     def add_argument(self, *flags: Any, **more: Any) -> Any:
         """As argparse's; Horovod's version beside ours."""
         if more.get("action") == "version":
-            more["version"] = f"dgc_horovod {__version__}, Horovod {horovod.__version__}"
+            more["version"] = f"dgc_horovod {__version__}, Horovod {importlib.metadata.version('horovod')}"
         return super().add_argument(*flags, **more)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:

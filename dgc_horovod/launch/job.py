@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import secrets
-import shlex
 import sys
 import threading
-import time
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 from horovod.runner.util import network
 
-from dgc_horovod import __version__, envvars, tools
+from dgc_horovod import envvars, tools
 from dgc_horovod.launch import activation_check, hosts, launcher, reports, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusServer
 
-_PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
 _QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 _MISSED_REPORTS = 3.0  # intervals without a word of rank 0, after which it is taken to have been out of reach
 
@@ -44,7 +35,7 @@ def run_job(args: Namespace, job: Job, ssh: Ssh) -> int:
     if not job.active:
         print(f"dgcrun: {settings.show(job).splitlines()[0]}", file=sys.stderr)
         return launcher.run(args)
-    _put_on_path(hosts.check(slots, args.command, ssh))
+    envvars.put_on_path(hosts.check(slots, args.command, ssh))
 
     def work(told: str) -> int:
         place, key = told.split()
@@ -53,7 +44,7 @@ def run_job(args: Namespace, job: Job, ssh: Ssh) -> int:
 
     child = Child(work)
     status = StatusServer()  # after the fork: its thread would not survive one
-    description = describe(args, job, slots)
+    description = summary.describe(args, job, slots)
     status.put(summary.RUN, description)
     status.put(summary.END, None)  # it has its place, whoever may fill all others
     quiet = threading.Timer(_QUIET_SECONDS, _say_if_quiet, (status,))
@@ -70,37 +61,6 @@ def run_job(args: Namespace, job: Job, ssh: Ssh) -> int:
     return code or _look_at_the_end(status, job, args.num_proc or 1)
 
 
-def describe(args: Namespace, job: Job, slots: str) -> dict[str, Any]:
-    """What `dgcrun` knows of a job and no rank does; its ``id`` tells it from others in the same file.
-
-    Args:
-        args: Horovod's parsed arguments.
-        job: resolved settings of the job.
-        slots: hosts, as ``NAME:SLOTS,...``; "" where they are found while it runs.
-    """
-    return {
-        "id": secrets.token_hex(8),
-        "command": shlex.join(args.command),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "folder": str(Path.cwd()),
-        "hosts": slots,
-        "workers": args.num_proc,
-        "versions": _versions(),
-        "settings": settings.rows(job),
-    }
-
-
-def _versions() -> dict[str, str]:
-    """Of the machine that `dgcrun` runs on; hosts are checked to have the same version of dgc_horovod."""
-    found = {"dgc_horovod": __version__, "python": platform.python_version(), "machine": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
     """The number of workers of a node, which every rank must know alike before Horovod starts, if it is wanted."""
     config = job.config
@@ -108,11 +68,6 @@ def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
         return {}
     size = hosts.ranks_a_host(slots, workers)
     return {envvars.NODE_SIZE.name: str(size)} if size else {}
-
-
-def _put_on_path(folders: list[str]) -> None:
-    before = envvars.environment().get("PYTHONPATH")  # an empty part of it means the current folder
-    envvars.put_into_environment({"PYTHONPATH": os.pathsep.join([*folders, *([before] if before else [])])})
 
 
 def _own_addresses(slots: str) -> list[str]:

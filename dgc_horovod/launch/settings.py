@@ -253,13 +253,13 @@ def _config(method: str, settings: Sequence[Given]) -> DGCConfig:
         raise ConfigError(f"{error}. Given: method {method}{', ' if sources else ''}{sources}") from None
 
 
-def show(job: Job) -> str:
-    """A table of every setting, its value and its source."""
+def show(job: Job, stock: str = "stock Horovod") -> str:
+    """A table of every setting, its value and its source; `stock`: name of what trains where nothing is compressed."""
     if job.switched_off:
-        headline = f"{envvars.ENABLED.name} is off: stock Horovod, whatever else is set"
+        headline = f"{envvars.ENABLED.name} is off: {stock}, whatever else is set"
     elif not job.method:
         headline = (
-            "no compression was asked for: stock Horovod (--dgc turns it on), but for a Compression of the script's own"
+            f"no compression was asked for: {stock} (--dgc turns it on), but for a Compression of the script's own"
         )
     else:
         headline = f"compression {job.method}"

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +167,28 @@ def lbfgs(net: nn.Sequential) -> None:
         optimizer.step(closure)  # type: ignore[arg-type]
 
 
+def _ends_once(net: nn.Sequential, end: Callable[[], object]) -> None:
+    """One rank ends in the middle of the first attempt."""
+    model = DistributedDataParallel(net)
+    optimizer = _sgd(model)
+    for i, (x, y) in enumerate(_data()):
+        if i == 5 and dist.get_rank() == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            end()
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def ends_once_dies(net: nn.Sequential) -> None:
+    """A rank that is killed, in the first attempt."""
+    _ends_once(net, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def ends_once_raises(net: nn.Sequential) -> None:
+    """A rank that raises an error, in the first attempt."""
+    _ends_once(net, lambda: 1 // 0)
+
+
 def no_model(net: nn.Sequential) -> None:
     """Nothing to compress: no DistributedDataParallel."""
     _train(net, _sgd(net))
@@ -174,6 +198,7 @@ CASES: dict[str, Callable[[nn.Sequential], None]] = {
     each.__name__: each
     for each in (
         plain, adamw, two_models, scaled, closures, stages, state_asked, two_optimizers, own_hook, lbfgs, no_model,
+        ends_once_dies, ends_once_raises,
     )
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def trained(folder: Path, cases, environment):
     return output, torch.load(file)
 
 
+def dgcrun(*words: str, **environment: str):
+    """The command, of this checkout."""
+    return run([sys.executable, "-m", "dgc_horovod.launch.cli", *words], 150, environment)
+
+
 def said(output: str) -> list[str]:
     """The lines that tell why nothing is compressed, as often as they stand there."""
     return re.findall(r"NOT ACTIVE: compression dgc was asked for, but (.*)", output)
@@ -83,6 +89,47 @@ def test_a_rank_that_is_not_active_is_named_on_every_other(tmp_path):
     assert code == 0 and len(digests) == 1, output
     first, *others = said(output)
     assert "rank 1 of 3 did not answer within 4 s" in first and set(others) == {first}, output
+
+
+def test_dgcrun_before_torchrun(tmp_path):
+    """Flags, checks before the start, the report, the exit code: as for Horovod; without an entry point."""
+    page = tmp_path / "page.html"
+    flags = ["--dgc", "--density", "0.02", "--report", str(page)]
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DGC_DENSITY": "0.5"}
+    file = str(tmp_path / "w")
+    code, output = dgcrun(*flags, *torchrun(2), *SCRIPT, file, "plain", "adamw", **environment)
+    (last,) = re.findall(r"dgc_horovod: dgc, density (\S+): 22 steps; .*? (\S+)x less than fp32", output)
+    assert code == 0 and 0.015 < float(last[0]) < 0.025 and 25 < float(last[1]) < 60, output
+    assert "22 steps" in output and f"the report is {page}" in output and "unedited_ddp" in page.read_text()
+    code, output = dgcrun(*flags, "--density", "7", *torchrun(2), *SCRIPT, file, "plain")
+    assert code == 2 and "for 7x compression pass density=0.142857" in output and "rank" not in output
+
+
+@pytest.mark.slow
+def test_dgcrun_ends_with_3_where_nothing_was_compressed(tmp_path):
+    words = [*torchrun(2, "--max-restarts=2"), *SCRIPT, str(tmp_path / "w"), "own_hook"]
+    code, output = dgcrun("--dgc", *words)
+    assert code == 3 and output.count("hook already") == 3 and output.count("--allow-inactive makes this") == 3, output
+    assert dgcrun("--dgc", "--allow-inactive", *words).code == 0
+    assert dgcrun("--compression", "none", *words).code == 0
+
+
+@pytest.mark.slow
+def test_exports_of_dgcrun_serve_torchrun(tmp_path):
+    lines = dgcrun("--dgc", "--density", "0.02", "--print-env").output
+    words = shlex.join([*torchrun(2), *SCRIPT, str(tmp_path / "w"), "plain"])
+    code, output = run(["sh", "-c", f"{lines}\n{words}"], 100, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert code == 0 and re.search(r"dgc_horovod: dgc, density 0.02\d*: 11 steps", output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_a_job_that_torchrun_starts_again(how, tmp_path):
+    """Not endlessly, and compressed again."""
+    words = [*torchrun(2, "--max-restarts=3"), *SCRIPT, str(tmp_path / "w"), f"ends_once_{how}"]
+    environment = {**BY_PATH, **WHOLE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    code, output = run(words, 150, environment)
+    assert code == 0 and output.count("dgc_horovod: dgc, density 1: 11 steps") == 1, output
 
 
 def test_nothing_is_imported_where_no_variable_is_set(tmp_path):

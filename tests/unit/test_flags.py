@@ -7,7 +7,7 @@ import pytest
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands, flags
+from dgc_horovod.launch import commands, flags, torchrun
 
 
 def test_our_flags_and_horovods_go_together():
@@ -107,3 +107,41 @@ def test_exports_take_away_what_is_not_used(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert {"unset DGC_DENSITY", "unset DGC_WARMUP_STEPS"} == {line for line in lines if line.startswith("unset")}
     assert "export DGC_COMPRESSION=topk" in lines and "export DGC_VALUES=fp32" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("--dgc torchrun --nproc-per-node 2 train.py", True),
+        ("--dgc /opt/bin/torchrun train.py -np 2", True),
+        ("--dgc python -m torch.distributed.run train.py", True),
+        ("--dgc accelerate launch train.py", True),
+        ("-np 2 --dgc python train.py torchrun", False),
+        ("-np=2 torchrun train.py", False),
+        ("--dgc python train.py", False),
+        ("torchrun train.py", True),
+    ],
+)
+def test_who_starts_the_ranks(words, asked):
+    assert torchrun.is_asked_for(words.split()) == asked
+
+
+def test_flags_before_torchrun_are_ours_and_those_behind_it_its_own(capsys):
+    args, given = flags.parse_for_torch(["--dgc", "--density", "0.1", "torchrun", "--nproc-per-node", "2", "--density"])
+    assert given == {"DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.1"}
+    assert args.command == ["torchrun", "--nproc-per-node", "2", "--density"]
+    with pytest.raises(SystemExit):
+        flags.parse_for_torch(["--dgc-densty", "0.1", "torchrun", "train.py"])
+    assert "did you mean --dgc-density?" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="torchrun starts the ranks itself: leave -np out"):
+        commands.run(["-np", "2", "--dgc", "torchrun", "train.py"])
+    with pytest.raises(ConfigError, match="no_such_launcher/torchrun is not on PATH"):
+        commands.run(["--dgc", "no_such_launcher/torchrun", "train.py"])
+
+
+def test_without_horovod_settings_are_shown_and_the_rest_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    assert commands.run(["--dgc", "--print-env"]) == 0
+    assert "export DGC_COMPRESSION=dgc" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"no Horovod for .*--build-horovod"):
+        commands.run(["-np", "2", "--dgc", "python", "train.py"])

@@ -221,9 +221,9 @@ def automatic(mode: str, stock: int, **seconds: float) -> Run:
             "compressed 100",
         ),
         # of an earlier version
-        (automatic("fp16", 250, dense=0.2, fp16=0.1), "stock Horovod, fp16", "stock Horovod, fp16 100"),
+        (automatic("fp16", 250, dense=0.2, fp16=0.1), "uncompressed, fp16", "uncompressed, fp16 100"),
         (automatic("compressed", 250, dense=0.2), "compressed", "no time of its own yet"),
-        (automatic("dense", 250), "stock Horovod", "No times were compared. 250 of 250 steps were stock Horovod's."),
+        (automatic("dense", 250), "uncompressed", "No times were compared. 250 of 250 steps were uncompressed."),
     ],
 )
 def test_what_an_automatic_job_chose_is_said(run, answer, more):
@@ -239,9 +239,9 @@ def test_stock_steps_are_not_taken_for_compressed_ones(monkeypatch):
     assert "Density of the 230 steps that were compressed, warm-up included: 1%" in page(short)
     assert figures.saved(told) and figures.saved(short), "compressed steps dominate"
     assert not figures.saved(half) and "<h2>Estimated time saved" not in page(half)
-    assert answers(dense)["Replicas"][1] == "Every step was stock Horovod's, which compares no weights."
+    assert answers(dense)["Replicas"][1] == "Every step was uncompressed: such steps compare no weights."
     assert "compressed steps too few" in answers(half)["Replicas"][1]
-    assert answers(told)["Skipped steps"][1] != answers(half)["Skipped steps"][1], "stock Horovod looks at none"
+    assert answers(told)["Skipped steps"][1] != answers(half)["Skipped steps"][1], "uncompressed steps look at none"
 
 
 def job_with(metrics: str) -> Job:

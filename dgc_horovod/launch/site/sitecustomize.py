@@ -124,6 +124,8 @@ def _replace_start(distributed: ModuleType) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_TORCH) and getattr(module, "init_process_group", None) is stock:
             module.init_process_group = ours  # type: ignore[attr-defined]
+    if distributed.is_initialized():  # `activate` comes after it, in a worker of Ray Train
+        ours.dgc_job = _launch("ddp_job").begin(None)
 
 
 def _is_on() -> bool:

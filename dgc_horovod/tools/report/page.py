@@ -12,7 +12,7 @@ from dgc_horovod.tools.report import figures, plots
 from dgc_horovod.tools.report.figures import Record, Run, count, milliseconds, number, percent, plain, size, times_less
 from dgc_horovod.tools.report.html import document, table, tag
 
-_MODES = {DENSE: "stock Horovod", "fp16": "stock Horovod, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
+_MODES = {DENSE: "uncompressed", "fp16": "uncompressed, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
 GOOD, LOOK, PLAIN = "good", "look", "plain"
 
 
@@ -58,7 +58,7 @@ def _choice(run: Run) -> Tile | None:
     more = f"A step, as timed: {times}." if timed else "No times were compared."
     if timed and mode not in timed:
         more += " It has no time of its own yet."
-    stock = f"{count(figures.stock_steps(run))} of {count(number(run.last, 'steps'))} steps were stock Horovod's."
+    stock = f"{count(figures.stock_steps(run))} of {count(number(run.last, 'steps'))} steps were uncompressed."
     return Tile("Exchange", _MODES.get(mode, mode), f"{more} {stock}", PLAIN)
 
 
@@ -108,8 +108,8 @@ def _why_not_compared(run: Run) -> str:
     if not stock:
         return "check_every is 0, or the run too short."
     if stock >= number(run.last, "steps"):
-        return "Every step was stock Horovod's, which compares no weights."
-    return "check_every is 0, or compressed steps too few: stock Horovod's compare no weights."
+        return "Every step was uncompressed: such steps compare no weights."
+    return "check_every is 0, or compressed steps too few: uncompressed ones compare no weights."
 
 
 def _advice(run: Run) -> Tile:
