@@ -43,19 +43,23 @@ class Ending:
         """Begin a step."""
         self._too_large = self._spoilt = ""
 
-    def judge(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = unscaled) -> bool:
+    def judge(
+        self, updates_finite: bool, dense_finite: bool = True, loss_scale: Callable[[], float] = unscaled
+    ) -> bool:
         """Return whether the step may be applied; the same on every rank, as updates and flags are.
 
         Args:
-            updates: whether the update of every bucket is finite, in its own dtype.
-            others: whether the results of the dense path are finite.
+            updates_finite: whether the update of every bucket is finite in its own dtype, as far as its packets were.
+            dense_finite: whether the results of the dense path are finite.
             loss_scale: function that returns the factor of the gradients and updates, > 0.
         """
         found = [engine.outcome for engine in self._engines]
-        if updates or not others or not all(outcome.finite for outcome in found):
+        gradients_finite = dense_finite and all(outcome.finite for outcome in found)
+        if updates_finite or not gradients_finite:
             self._scale, self._in_a_row = math.inf, 0
-            self._spoilt = "" if updates and others else self.spoilt()
-            return updates and others
+            applied = updates_finite and dense_finite
+            self._spoilt = "" if applied else self.spoilt()
+            return applied
         scale = 1.0 if any(outcome.overflowed for outcome in found) else loss_scale()
         if 1 < scale < self._scale:
             self._too_large, self._scale = TRIED_AGAIN, scale

@@ -11,7 +11,7 @@ from dgc_horovod.wire.packet import PacketFormat
 _LONGEST = 2**31 - 1  # elements that a rank can have after a round: MPI's counts are C ints
 
 # A new exchange is one line here, and a case of `choose`.
-EXCHANGES: dict[str, type[FlatExchange]] = {
+IMPLEMENTATIONS: dict[str, type[FlatExchange]] = {
     "allgather": AllgatherExchange,
     "densified": DensifiedExchange,
     "sharded": ShardedExchange,

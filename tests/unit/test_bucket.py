@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, count_for, plan, ranges
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange.choose import EXCHANGES, choose
+from dgc_horovod.exchange.choose import IMPLEMENTATIONS, choose
 from dgc_horovod.wire.packet import PacketFormat
 
 SHAPES = st.lists(
@@ -84,7 +84,7 @@ def test_densified_where_an_allgather_costs_more():
     """N*k*b > 64*n bits: never at 0.1%; at density 0.5, b = 35, from N = 4; at 0.25, b = 36, from N = 8."""
 
     def densifies(capacity, workers, numel=10**6):
-        return choose(PacketFormat(0, numel, capacity, "fp32"), workers) is EXCHANGES["densified"]
+        return choose(PacketFormat(0, numel, capacity, "fp32"), workers) is IMPLEMENTATIONS["densified"]
 
     assert not densifies(1000, 500)
     assert [densifies(500_000, n) for n in (3, 4)] == [False, True]
@@ -96,9 +96,15 @@ def test_no_round_brings_more_than_a_collective_can_count(monkeypatch):
     """What goes round inside a node, whose workers bring a slice each, was not looked at; nor were headers."""
     slices, counted = PacketFormat(0, 5 * 10**7, 3 * 10**7, "fp32"), 2**31 - 1
     assert 3 * slices.nbytes < counted < 8 * 3 * slices.nbytes
-    assert [choose(slices, 3, False, size) for size in (1, 8)] == [EXCHANGES["allgather"], EXCHANGES["densified"]]
+    assert [choose(slices, 3, False, size) for size in (1, 8)] == [
+        IMPLEMENTATIONS["allgather"],
+        IMPLEMENTATIONS["densified"],
+    ]
     owned = PacketFormat(0, 2 * 10**8, 10**8, "fp32")
-    assert [choose(owned, 8, True, size) for size in (1, 8)] == [EXCHANGES["sharded"], EXCHANGES["densified"]]
+    assert [choose(owned, 8, True, size) for size in (1, 8)] == [
+        IMPLEMENTATIONS["sharded"],
+        IMPLEMENTATIONS["densified"],
+    ]
     for longest, expected in ((2 * slices.nbytes, "allgather"), (2 * slices.nbytes - 1, "densified")):
         monkeypatch.setattr("dgc_horovod.exchange.choose._LONGEST", longest)
-        assert choose(slices, 2) is EXCHANGES[expected]
+        assert choose(slices, 2) is IMPLEMENTATIONS[expected]

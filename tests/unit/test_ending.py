@@ -9,7 +9,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.ending import IN_A_ROW
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.exchange.choose import EXCHANGES
+from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.notices import not_finite, round_not_finite
@@ -19,7 +19,7 @@ from tests.unit.test_exchanges import carried
 
 WORKERS, NUMEL, LARGE = 4, 600, 20
 each_exchange = pytest.mark.parametrize(
-    ("kind", "node_size"), [(kind, size) for kind in sorted(EXCHANGES) for size in (1, 2)]
+    ("kind", "node_size"), [(kind, size) for kind in sorted(IMPLEMENTATIONS) for size in (1, 2)]
 )
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")
 
@@ -29,7 +29,7 @@ def ranks_of(monkeypatch):
     """Makes what all ranks have, whose bucket takes the exchange of that name."""
 
     def make(kind, node_size=1, density=0.05):
-        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda *form: EXCHANGES[kind])
+        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda *form: IMPLEMENTATIONS[kind])
         config = DGCConfig(
             density=density, min_numel=1, exchange="sharded", momentum_correction=False, factor_masking=False
         )

@@ -1,4 +1,4 @@
-"""The promises of every exchange, with every codec and backend: a new one joins by its line in `EXCHANGES`.
+"""The promises of every exchange, with every codec and backend: a new one joins by its line in `IMPLEMENTATIONS`.
 
 conservation: what is applied and what every rank keeps is what was accumulated; replicas have the same bits; a step
 that is rolled back leaves no trace; flags and steps travel in every round; sizes depend on nothing but the form.
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.choose import EXCHANGES
+from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, carry
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
@@ -23,7 +23,7 @@ from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
 
 WORKERS, NUMEL, DENSITY = 3, 700, 0.05
 # name of an exchange, workers of a node: with nodes of two, that of the nodes among each other
-CASES = [(name, node_size) for name in sorted(EXCHANGES) for node_size in (1, 2)]
+CASES = [(name, node_size) for name in sorted(IMPLEMENTATIONS) for node_size in (1, 2)]
 each_exchange = pytest.mark.parametrize(
     "name", CASES, ids=[f"{name}, nodes of {size}" if size > 1 else name for name, size in CASES]
 )
@@ -36,7 +36,7 @@ def engines_of(monkeypatch):
 
     def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=None):
         kind, node_size = name
-        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda *form: EXCHANGES[kind])
+        monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda *form: IMPLEMENTATIONS[kind])
         half = numel // 3
         segments = (Segment("a", 0, half), Segment("b", half, numel - half)) if half else (Segment("a", 0, numel),)
         config, workers = (
@@ -253,7 +253,7 @@ def outcome_of(engine, received):
 def test_odd_sizes(name, numel, nodes, size, uncompressed):
     kind, node_size = name[0], size if name[1] > 1 else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dgc_horovod.core.workspace.choose", lambda *form: EXCHANGES[kind])
+        patch.setattr("dgc_horovod.core.workspace.choose", lambda *form: IMPLEMENTATIONS[kind])
         config, workers = DGCConfig(density=DENSITY, values="8bit", exchange="sharded"), nodes * node_size
         bucket = Bucket(0, (Segment("a", 0, numel),), uncompressed, "8bit" if uncompressed else "")
         engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers, node_size) for rank in range(workers)]

@@ -126,7 +126,7 @@ def test_a_skipped_step_and_a_replica_that_differed_are_seen_first():
     found = answers(run)
     assert (
         found["Skipped steps"][0].startswith("1 of 250")
-        and "step 100: not finite on rank 1" in found["Skipped steps"][1]
+        and "step 100: a gradient was not finite on rank 1" in found["Skipped steps"][1]
     )
     assert found["Replicas"][2] == found["Advice"][2] == LOOK and "rank 2 is slow" in found["Advice"][1]
     assert "skipped: step 100" in page(run)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import message_spec
-from dgc_horovod.exchange.choose import EXCHANGES
+from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.exchange.sharded import CHUNK, ShardedExchange, Shards
 from dgc_horovod.kernels.contract import ErrorFeedback
@@ -139,10 +139,10 @@ def test_a_bucket_takes_what_brings_the_fewest_bytes():
         config = DGCConfig(density=density, exchange=exchange)
         return message_spec(bucket, config, density, Topology(0, workers)).exchange
 
-    assert kind(2, 0.01) is EXCHANGES["allgather"] and kind(3, 0.01) is EXCHANGES["sharded"]
-    assert kind(64, 0.01, exchange="flat") is EXCHANGES["allgather"]
-    assert kind(64, 0.25) is EXCHANGES["sharded"] and kind(64, 1.0) is EXCHANGES["densified"]
-    assert kind(4, 0.01, numel=1000) is EXCHANGES["allgather"], "heads weigh more than elements"
+    assert kind(2, 0.01) is IMPLEMENTATIONS["allgather"] and kind(3, 0.01) is IMPLEMENTATIONS["sharded"]
+    assert kind(64, 0.01, exchange="flat") is IMPLEMENTATIONS["allgather"]
+    assert kind(64, 0.25) is IMPLEMENTATIONS["sharded"] and kind(64, 1.0) is IMPLEMENTATIONS["densified"]
+    assert kind(4, 0.01, numel=1000) is IMPLEMENTATIONS["allgather"], "heads weigh more than elements"
 
 
 @each_backend

@@ -15,7 +15,7 @@ from horovod.tensorflow.compression import Compressor
 from dgc_horovod import envvars
 from dgc_horovod.config import AUTO
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.exchange.choose import EXCHANGES
+from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.exchange.contract import Round, start
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import densities
@@ -150,7 +150,7 @@ class BucketRun:
         if envvars.horovod_elastic():
             wire = engine.spec(config.final_density).wire
             owners = config.shards or (config.exchange == AUTO and config.max_bytes_per_step is not None)
-            allowed = [each for each in EXCHANGES.values() if owners or not each.keeps_remainder]
+            allowed = [each for each in IMPLEMENTATIONS.values() if owners or not each.keeps_remainder]
             possible = [exchange.rounds_of(wire, engine.workers) for exchange in allowed]
         else:
             possible = [engine.spec(density).rounds for density in densities(config.final_density, config.warmup)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
+from dgc_horovod.notices import not_finite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.tools.report import figures, plots
 from dgc_horovod.tools.report.figures import Record, Run, count, milliseconds, number, percent, plain, size, times_less
@@ -89,7 +90,7 @@ def _skipped(run: Run) -> Tile:
         return Tile("Skipped steps", "none", more, PLAIN if stock else GOOD)
     answer = f"{count(skipped)} of {count(steps)} ({percent(skipped / max(1.0, steps))})"
     first = figures.skips(run)
-    more = f"The first is step {first[0][0]:.0f}: not finite on {first[0][1]}." if first else ""
+    more = f"The first: {not_finite(int(first[0][0]), first[0][1])}." if first else ""
     return Tile("Skipped steps", answer, more, LOOK)
 
 

@@ -27,7 +27,7 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import GradientWatch, ParameterGroups, Passes
 from dgc_horovod.torch.updates import Update
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LEFT_OUT, LOADED_TWICE, SCALER_NOT_PASSED, SUPERSEDED
+from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LOADED_TWICE, RESIDUALS_NOT_SAVED, SCALER_NOT_PASSED, SUPERSEDED
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.strategies import Strategy
@@ -262,10 +262,10 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     def _tell_of_residuals(self) -> None:
         """Warn once that ``state_dict()`` has no residuals, if there are some that are not saved in another way."""
-        if self.saves_residuals or self.carrier.elastic or LEFT_OUT in self.told or not self.speaks:
+        if self.saves_residuals or self.carrier.elastic or RESIDUALS_NOT_SAVED in self.told or not self.speaks:
             return
         if self._keeps_any():
-            self.tell_once(LEFT_OUT, LEFT_OUT)
+            self.tell_once(RESIDUALS_NOT_SAVED, RESIDUALS_NOT_SAVED)
 
     def _keeps_any(self) -> bool:
         return any(x.any() for kept in self.exchange.state_arrays().values() for x in kept.values())

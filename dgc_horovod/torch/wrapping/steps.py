@@ -82,7 +82,7 @@ ADDED_LATER = (
     "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped, when the ranks had "
     "already agreed on names and buckets. Add the group first, then wrap"
 )
-LEFT_OUT = (
+RESIDUALS_NOT_SAVED = (
     "optimizer.state_dict() holds no residuals: gradients that are not applied yet are lost where training resumes "
     "from it. Use save_checkpoint(), keep optimizer.residual_state_dict() of every rank beside it, or call "
     "optimizer.flush() on every rank before it"
