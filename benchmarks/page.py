@@ -221,7 +221,7 @@ def _planning() -> dict[str, str]:
 def texts() -> dict[tuple[Path, str], str]:
     """The generated texts, by page and marker."""
     pages = {
-        "README.md": {"benchmarks": readme_table(exchange_rows())},
+        "README.md": {"benchmarks": readme_table(exchange_rows()), "quality": quality.in_short()},
         "docs/benchmarks-network.md": _network(),
         "docs/benchmarks-kernels.md": _kernels(),
         "docs/planning.md": _planning(),

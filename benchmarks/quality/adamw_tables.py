@@ -60,7 +60,7 @@ def table(found: Sequence[Outcome], names: Sequence[str] = (*list(ADAM_DENSE)[1:
     for run in (Run(TASK, name, workers, length=length) for workers, length, name in places):
         if values := to_dense(found, run):
             better = to_dense(found, run, FIRST_DENSE)
-            figures = spread(values, "+.3f"), spread(better, "+.3f"), _less(found, run), len(values)
+            figures = spread(values, "+.3f"), spread(better, "+.3f"), less(found, run), len(values)
             lines.append([f"N = {run.workers}, {run.steps:,} steps", _named(run.variant), *figures])
     head = ["", "", LOSS, "minus the better of both b1", "bytes sent / dense", "seeds"]
     return markdown(head, lines) if lines else NOTHING
@@ -72,7 +72,7 @@ def _named(variant: str) -> str:
     return f"1%{name.removeprefix('dgc')}" if name == "dgc" else f"1%, {name}" if name.startswith("b2") else name
 
 
-def _less(found: Sequence[Outcome], run: Run) -> str:
+def less(found: Sequence[Outcome], run: Run) -> str:
     """Bytes that a run sends, in those of a dense one."""
     sent = [_traffic(each) for each in found if replace(each.run, seed=run.seed) == run]
     return "all" if run.variant in ADAM_DENSE else f"1/{1 / statistics.mean(sent):.1f}"
@@ -104,7 +104,7 @@ def larger(local: Sequence[Outcome], adam: Sequence[Outcome]) -> str:
             values = to_dense(found, run)
             if values and run.variant != DENSE:
                 name = f"{_named(run.variant)}, N = {run.workers}"
-                lines.append([name, spread(values, "+.3f"), _less(found, run), len(values)])
+                lines.append([name, spread(values, "+.3f"), less(found, run), len(values)])
     return markdown([LOSS, "", "bytes sent / dense", "seeds"], lines)
 
 
