@@ -16,7 +16,6 @@ from typing import Any
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import NotActivated
-from dgc_horovod.launch.hosts import host_of_rank
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.stats import PROCESS
 
@@ -96,6 +95,8 @@ def _await_verdict(board: StatusBoard, number: int, workers: int, seconds: float
 
 
 def _message(absent: list[int], workers: int, names: str) -> str:
+    from dgc_horovod.launch.hosts import host_of_rank  # Horovod's hosts; a job of torch comes to this module without it
+
     slots = envvars.value(envvars.HOSTS) or ""
     named = []
     for rank in absent[:_MOST_NAMED]:

@@ -88,12 +88,14 @@ def is_without_horovod(file: Path) -> bool:
     return parts[0] == "torch" and not {"/".join(parts[1:]), parts[1]} & OF_HOROVOD
 
 
-def test_torch_parts_do_without_horovod():
+def test_parts_for_torch_do_without_horovod():
     names = [
         ".".join(("dgc_horovod", *file.relative_to(PACKAGE).with_suffix("").parts))
         for file in FILES
         if is_without_horovod(file) and file.name != "__init__.py" and file.parent.name != "integrations"
     ]
+    names += [f"dgc_horovod.launch.{name}" for name in ("cli", "commands", "ddp_job", "torchrun")]
+    names += ["dgc_horovod.tools.report.command"]
     code = f"""
 import importlib, sys
 sys.modules["horovod"] = None  # as where it is not installed
