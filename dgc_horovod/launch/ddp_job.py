@@ -82,6 +82,7 @@ class DDPJob:
         reason = unedited.agree(problem, self._compared(), min(SECONDS, self.job.get(envvars.TIMEOUT)))
         if reason:
             self.refuse(reason)
+            self.outcome.report_inactive(reason)
         elif self._unedited is None and self.job.method != "none":
             self._unedited = unedited.Unedited(self._compression(), self)
         if self._unedited is not None:

@@ -178,6 +178,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             near = nearest(unknown[0], self._option_string_actions)
             message += f"; did you mean {near}?" if near else "; dgcrun --help lists them"
+        elif "-np" in message:
+            message += "; for PyTorch DDP it is not needed: dgcrun --dgc torchrun --nproc-per-node 2 train.py"
         print(f"usage: {_USAGE}\ndgcrun: error: {message}", file=sys.stderr)
         sys.exit(2)
 

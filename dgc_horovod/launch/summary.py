@@ -134,9 +134,13 @@ class Outcome:
         if self.wrapped == 1:
             self._report(WRAPPED, True)
 
-    def _report(self, key: str, entry: Any) -> bool:
-        """Tell dgcrun, from rank 0; returns whether it has heard."""
-        if self._desk is None or self.rank != 0:
+    def report_inactive(self, reason: str) -> None:
+        """Tell dgcrun, from any rank, that the ranks do not compress: rank 0 may be the one that is not active."""
+        self._report(END, {"inactive": reason}, by=self.rank)
+
+    def _report(self, key: str, entry: Any, by: int | None = 0) -> bool:
+        """Tell dgcrun, from rank `by`; returns whether it has heard."""
+        if self._desk is None or self.rank != by:
             return False
         try:
             self._desk.put(key, entry)

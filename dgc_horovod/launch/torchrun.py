@@ -17,7 +17,13 @@ from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.status_server import StatusServer
 
-_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate")
+_LAUNCHERS = (
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate",
+    "accelerate.commands.launch",
+)
 _NOBODY = (
     "no rank on this host has called torch.distributed.init_process_group() in a Python that has dgc_horovod installed"
 )

@@ -13,7 +13,7 @@ CASES += ["shared_memory", "frozen_since", "step_of_before", "begun_anew"]
 REFUSED = {
     "plain model": "ConfigError: model must be a DistributedDataParallel, got Sequential",
     "mixed_precision": "UnsupportedUse: this DistributedDataParallel has mixed_precision; use torch.autocast",
-    "half": "UnsupportedUse: '2.weight' and 5 others are in the model but not in the optimizer",
+    "half": "UnsupportedUse: 6 parameters are in the model but not in the optimizer ('2.weight' is the first)",
     "more": "UnsupportedUse: 1 parameters of the optimizer",
     "hook": "UnsupportedUse: this DistributedDataParallel has a communication hook already",
     "DistributedOptimizer of DDP": "belongs to a model in DistributedDataParallel",

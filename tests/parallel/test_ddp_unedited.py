@@ -115,6 +115,23 @@ def test_dgcrun_ends_with_3_where_nothing_was_compressed(tmp_path):
 
 
 @pytest.mark.slow
+def test_rank_0_is_not_active(tmp_path):
+    """It tells dgcrun nothing; the job ended with 0."""
+    script = tmp_path / "start.sh"
+    script.write_text('#!/bin/sh\n[ "$RANK" = 0 ] && export DGC_ENABLED=0\nexec "$@"\n')
+    script.chmod(0o755)
+    words = [*torchrun(2, "--no-python"), str(script), sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"]
+    code, output = dgcrun("--dgc", "--dgc-timeout", "4", *words)
+    assert code == 3 and "rank 0 of 2 did not answer within 4 s" in said(output)[0], output
+
+
+@pytest.mark.slow
+def test_a_command_without_a_launcher(tmp_path):
+    code, output = dgcrun("--dgc", sys.executable, str(tmp_path / "train.py"))
+    assert code == 2 and "dgcrun --dgc torchrun --nproc-per-node 2 train.py" in output
+
+
+@pytest.mark.slow
 def test_exports_of_dgcrun_serve_torchrun(tmp_path):
     lines = dgcrun("--dgc", "--density", "0.02", "--print-env").output
     words = shlex.join([*torchrun(2), *SCRIPT, str(tmp_path / "w"), "plain"])

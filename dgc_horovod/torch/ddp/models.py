@@ -104,8 +104,8 @@ def check_same_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[st
     missing = [name for p, name in exchanged.items() if p not in trained]
     if missing:
         raise UnsupportedUse(
-            f"{missing[0]!r} and {len(missing) - 1} others are in the model but not in the optimizer, and their "
-            "gradients would differ between ranks; put them into the optimizer, or freeze them before DDP"
+            f"{len(missing)} parameters are in the model but not in the optimizer ({missing[0]!r} is the first), and "
+            "their gradients would differ between ranks; put them into the optimizer, or freeze them before DDP"
         )
     others = [tuple(p.shape) for p in trained if p not in exchanged]
     if others:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +55,23 @@ def save_beside(checkpoint: str | Path, optimizer: Optimizer, name: str = RESIDU
     save_residuals(Path(checkpoint) / name, optimizer)
 
 
-def resume(checkpoints: Sequence[str | Path], optimizer: Optimizer, name: str = RESIDUALS) -> None:
-    """Load residuals of `save_beside` from the first checkpoint that has some; call it on every rank.
+def resume(checkpoint: str | Path, optimizer: Optimizer, name: str = RESIDUALS) -> None:
+    """Load residuals of `save_beside`; call it on every rank.
 
-    Rank 0 chooses the checkpoint. If none has residuals, they start at zero, with a warning.
+    If rank 0 finds none in the checkpoint, they start at zero, with a warning.
 
     Args:
-        checkpoints: folders where the checkpoint may be.
+        checkpoint: folder of the checkpoint.
         optimizer: registered optimizer with its state loaded.
         name: name of the folder for residuals.
     """
-    found = next((str(Path(each) / name) for each in checkpoints if (Path(each) / name).is_dir()), "")
-    folder = shared_from(member_of(optimizer).collectives, found.encode(), "residuals").decode()
-    if folder:
+    folder = Path(checkpoint) / name
+    if shared_from(member_of(optimizer).collectives, b"there" * folder.is_dir(), "residuals"):
         load_residuals(folder, optimizer)
     elif dist.get_rank() == 0:
         _log.warning(
             "dgc_horovod: training resumes without residuals, as %s has no folder %s: gradients that were not applied "
             "when it was saved are lost",
-            " or ".join(map(str, checkpoints)),
+            checkpoint,
             name,
         )

@@ -45,6 +45,6 @@ def compress(
     @functools.wraps(stock)
     def load_state(*args: Any, **named: Any) -> None:
         stock(*args, **named)  # it loads the optimizer's state, which clears residuals
-        integrations.resume([folders.pop()], optimizer, name)
+        integrations.resume(folders.pop(), optimizer, name)
 
     accelerator.load_state = load_state

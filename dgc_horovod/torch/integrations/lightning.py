@@ -61,7 +61,7 @@ class CompressCallback(Callback):
 
         vars(strategy).update(save_checkpoint=save_checkpoint, remove_checkpoint=remove_checkpoint)
         if trainer.ckpt_path:
-            integrations.resume([_beside(trainer.ckpt_path)], optimizer)
+            integrations.resume(_beside(trainer.ckpt_path), optimizer)
 
 
 def _beside(checkpoint: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ class CompressCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, compression: Any = None) -> None:
         self.trainer, self.compression, self.active = trainer, compression, False
+        self._given: str | bool | None = None  # the checkpoint that train() was told to resume from
+        stock = trainer.train
+
+        @functools.wraps(stock)
+        def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
+            self._given = resume_from_checkpoint
+            return stock(resume_from_checkpoint, *args, **named)
+
+        vars(trainer)["train"] = train
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -34,10 +44,9 @@ class CompressCallback(TrainerCallback):
         trainer = self.trainer
         assert trainer.optimizer is not None
         self.active = integrations.begin(trainer.model_wrapped, trainer.optimizer, self.compression)
-        if self.active and state.global_step:
-            given = args.resume_from_checkpoint
-            folders = [given] if isinstance(given, str) else []
-            integrations.resume([*folders, _checkpoint(args, state)], trainer.optimizer)
+        if self.active and self._given:
+            folder = self._given if isinstance(self._given, str) else _checkpoint(args, state)
+            integrations.resume(folder, trainer.optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Save residuals in the checkpoint that the Trainer has written."""

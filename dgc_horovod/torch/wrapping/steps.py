@@ -55,9 +55,8 @@ ADDED_TO_UPDATE = (
     "backward()"
 )
 SUPERSEDED = (
-    "parameters of this DistributedOptimizer have been wrapped by another one since, which gets their gradients now; "
-    "step that one. For two optimizers over one model, give each its own parameters, or use one torch optimizer with "
-    "two parameter groups"
+    "parameters of this optimizer have been wrapped by another one since, which gets their gradients now; step that "
+    "one. Two optimizers cannot step the same parameters in turn: use one torch optimizer with two parameter groups"
 )
 STEPPED_TWICE = (
     "step() was called again with no backward pass and no zero_grad() since the last one; p.grad still holds the "
@@ -84,8 +83,8 @@ ADDED_LATER = (
 )
 RESIDUALS_NOT_SAVED = (
     "optimizer.state_dict() holds no residuals: gradients that are not applied yet are lost where training resumes "
-    "from it. Use save_checkpoint(), keep optimizer.residual_state_dict() of every rank beside it, or call "
-    "optimizer.flush() on every rank before it"
+    "from it. Use save_checkpoint(), or the callback for transformers.Trainer, accelerate or Lightning (docs/ddp.md); "
+    "or keep optimizer.residual_state_dict() of every rank beside it, or call optimizer.flush() on every rank before"
 )
 LOADED_TWICE = (
     "a second load_state_dict() before the next step has emptied the residuals and momentum that load_checkpoint() had "

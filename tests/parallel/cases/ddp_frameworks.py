@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import tempfile
 from typing import Any
 
@@ -222,8 +223,12 @@ def trainer_resumed() -> dict[str, Any]:
     from dgc_horovod.torch.integrations.transformers import CompressCallback
 
     folder, ends, said = os.environ["DGC_TEST_FOLDER"] + "/trainer", [], []
-    for start in (None, f"{folder}/checkpoint-4"):
-        made = _trainer(None, output_dir=folder, max_steps=8, save_strategy="steps", save_steps=4, optim="adamw_torch")
+    moved = f"{folder}/best"
+    for start, output in ((None, folder), (moved, f"{folder}/other")):
+        if start and dist.get_rank() == 0:
+            shutil.copytree(f"{folder}/checkpoint-4", moved)
+        dist.barrier()
+        made = _trainer(None, output_dir=output, max_steps=8, save_strategy="steps", save_steps=4, optim="adamw_torch")
         made.add_callback(CompressCallback(made, Compression.dgc(0.05)))
         with messages() as told:
             made.train(resume_from_checkpoint=start)
