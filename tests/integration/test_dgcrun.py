@@ -105,7 +105,7 @@ def test_plain_horovodrun_is_untouched(tmp_path):
     """An installed dgc_horovod changes nothing: no name of Horovod's, no module of ours, the bits of a dense run."""
     code = (
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
-        "import horovod.torch as hvd; ours = [m for m in sys.modules if m.startswith('dgc_')]; "
+        "import horovod.torch as hvd; ours = [m for m in sys.modules if m.startswith('dgc_horovod.')]; "
         "print('found', hasattr(hvd.DistributedOptimizer, '__wrapped__'), ours)"
     )
     command = ["horovodrun", "--gloo", "-np", "2", sys.executable, "-c", code, *TORCH[1:], "--save", f"{tmp_path}/w"]
