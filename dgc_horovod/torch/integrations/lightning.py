@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.torch import integrations
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
 else:  # the older name of the library
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.strategies import Strategy
 
 
 class CompressCallback(Callback):
@@ -34,6 +38,8 @@ class CompressCallback(Callback):
 
     def __init__(self, compression: Any = None) -> None:
         self.compression = compression
+        self._followed: Strategy | None = None  # whose checkpoints have residuals beside them
+        self._optimizer: Optimizer | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the optimizer; load residuals if training resumes."""
@@ -46,12 +52,21 @@ class CompressCallback(Callback):
         assert strategy.model is not None
         if not integrations.begin(strategy.model, optimizer, self.compression):
             return
+        self._optimizer = optimizer
+        if strategy is not self._followed:  # it is the same in a second fit()
+            self._followed = strategy
+            self._follow(strategy, trainer)
+        if trainer.ckpt_path:
+            integrations.resume(_beside(trainer.ckpt_path), optimizer)
+
+    def _follow(self, strategy: Strategy, trainer: Trainer) -> None:
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         @functools.wraps(save)
         def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **named: Any) -> None:
             save(checkpoint, filepath, *args, **named)
-            integrations.save_beside(_beside(filepath), optimizer)
+            assert self._optimizer is not None
+            integrations.save_beside(_beside(filepath), self._optimizer)
 
         @functools.wraps(remove)
         def remove_checkpoint(filepath: str | Path) -> None:
@@ -60,8 +75,6 @@ class CompressCallback(Callback):
                 shutil.rmtree(_beside(filepath), ignore_errors=True)
 
         vars(strategy).update(save_checkpoint=save_checkpoint, remove_checkpoint=remove_checkpoint)
-        if trainer.ckpt_path:
-            integrations.resume(_beside(trainer.ckpt_path), optimizer)
 
 
 def _beside(checkpoint: str | Path) -> Path:
