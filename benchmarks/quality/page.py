@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def in_short() -> str:
     return "\n".join(textwrap.wrap(text, 150, break_long_words=False, break_on_hyphens=False))
 
 
+@functools.cache
 def _found() -> list[list[Outcome]]:
     """The runs of the study, and those of AdamW, which has a file of its own."""
     return [analysis.outcomes(runs.load(file)) for file in (runs.KEPT, runs.ADAM_KEPT)]
