@@ -31,6 +31,10 @@ from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.wrapping.checks import agreed_fields, choice_fields
 
+STOCK = "stock Horovod"
+_log = logging.getLogger("dgc_horovod")
+Parameter = torch.Tensor
+
 
 def check_arguments(op: int, predivide: float, passes: int) -> None:
     """Raise ConfigError or UnsupportedUse for arguments that compression does not support."""
@@ -95,14 +99,7 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
 def transports(
     collectives: HorovodCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
 ) -> Mapping[str, Collectives]:
-    """Return the transport of each group if all ranks can use a hierarchical exchange, else the transport of all.
-
-    Args:
-        collectives: transport of all workers.
-        config: compression settings; `exchange` and `node_size` are used.
-        averages: whether gradients are averaged or summed.
-        parameters: parameters by name, in the model's order.
-    """
+    """Return `agreed_transports` on Horovod's process sets."""
     on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
     speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
 
@@ -118,11 +115,6 @@ def transports(
 
 def _meet() -> None:
     HorovodCollectives(hvd.global_process_set, "end", LAST_STEP_SECONDS).gather_bytes(b"here", "meeting")
-
-
-STOCK = "stock Horovod"
-_log = logging.getLogger("dgc_horovod")
-Parameter = torch.Tensor
 
 
 class HorovodCarrier(Carrier):

@@ -32,6 +32,33 @@ from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.checks import agreed_fields
 
+Parameter = torch.Tensor
+STOCK = "DDP"
+ACCUMULATED = (
+    "backward() was called again before step(): the second gradient was added to an update that had been exchanged. "
+    "Put all backward passes of a step but the last inside `with model.no_sync():`. To drop an update, call "
+    "optimizer.zero_grad() before the next backward(). After this error make a new DistributedDataParallel and "
+    "register it with a new optimizer"
+)
+NOT_EXCHANGED = (
+    "step() without gradients that have been exchanged: since the last step there was no forward and backward pass "
+    "outside of model.no_sync(), or it went to model.module, or left out a parameter (find_unused_parameters=True of "
+    "DistributedDataParallel allows that), or optimizer.zero_grad() came after it, or the model has been put into "
+    "another DistributedDataParallel since: register that with a new optimizer"
+)
+UNUSED = (
+    "step() without gradients that have been exchanged: the last backward pass has brought no gradient for {names}, "
+    "but DistributedDataParallel waits for one of every parameter. If a parameter, or an output of the model, takes no "
+    "part in the loss, or is frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it. If "
+    "the loss consists of gradients only (torch.autograd.grad), without the last bias, add 0 * output.sum() to it"
+)
+BROADCAST = (
+    "DistributedDataParallel sends the model's buffers to all ranks before every forward pass, of local steps too; "
+    "pass broadcast_buffers=False to it, so that each rank keeps its own buffers"
+)
+_NAMED = 5  # parameters in a message
+_log = logging.getLogger("dgc_horovod")
+
 
 class SameDensity:
     """Checks that densities are equal on all ranks in a warm-up by epochs, which scripts may set differently.
@@ -94,14 +121,7 @@ def _different(step: int, densities: dict[tuple[int, int], float]) -> str:
 def transports(
     collectives: ProcessGroupCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
 ) -> Mapping[str, Collectives]:
-    """Return the transport of each group if all ranks can use a hierarchical exchange, else the transport of all.
-
-    Args:
-        collectives: transport of all workers.
-        config: compression settings; `exchange` and `node_size` are used.
-        averages: whether gradients are averaged or summed.
-        parameters: parameters by name, in the model's order.
-    """
+    """Return `agreed_transports` on process groups of torch.distributed."""
     place = dist.get_rank(), dist.get_world_size(), *envvars.torchrun_place()
     launched = Launched(*place, has_group=lambda ranks: True)
 
@@ -114,34 +134,6 @@ def transports(
         return found
 
     return agreed_transports(collectives, config, launched, averages, parameters, budget.HOST_SPEED, make)
-
-
-Parameter = torch.Tensor
-STOCK = "DDP"
-ACCUMULATED = (
-    "backward() was called again before step(): the second gradient was added to an update that had been exchanged. "
-    "Put all backward passes of a step but the last inside `with model.no_sync():`. To drop an update, call "
-    "optimizer.zero_grad() before the next backward(). After this error make a new DistributedDataParallel and "
-    "register it with a new optimizer"
-)
-NOT_EXCHANGED = (
-    "step() without gradients that have been exchanged: since the last step there was no forward and backward pass "
-    "outside of model.no_sync(), or it went to model.module, or left out a parameter (find_unused_parameters=True of "
-    "DistributedDataParallel allows that), or optimizer.zero_grad() came after it, or the model has been put into "
-    "another DistributedDataParallel since: register that with a new optimizer"
-)
-UNUSED = (
-    "step() without gradients that have been exchanged: the last backward pass has brought no gradient for {names}, "
-    "but DistributedDataParallel waits for one of every parameter. If a parameter, or an output of the model, takes no "
-    "part in the loss, or is frozen after DistributedDataParallel was made, pass find_unused_parameters=True to it. If "
-    "the loss consists of gradients only (torch.autograd.grad), without the last bias, add 0 * output.sum() to it"
-)
-BROADCAST = (
-    "DistributedDataParallel sends the model's buffers to all ranks before every forward pass, of local steps too; "
-    "pass broadcast_buffers=False to it, so that each rank keeps its own buffers"
-)
-_NAMED = 5  # parameters in a message
-_log = logging.getLogger("dgc_horovod")
 
 
 class GroupCarrier(Carrier):

@@ -18,6 +18,7 @@ from dgc_horovod.notices import timed_out
 from dgc_horovod.stats import Traffic
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two polls; Horovod's own cycle is 1 ms
+Parameter = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,6 @@ class Collectives(ABC):
                 pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of the time waited so far
             result = self._result(pending.handle)
         return result if pending.home is None else pending.home.copy_(result)
-
-
-Parameter = torch.Tensor
 
 
 @dataclass(frozen=True)

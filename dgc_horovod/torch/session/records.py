@@ -18,6 +18,14 @@ from dgc_horovod.torch.wrapping.steps import ADDED_LATER
 _Seen = tuple[torch.Tensor, int]
 _Applied = tuple[torch.Tensor, weakref.ref[torch.Tensor] | None, int]  # parameter, its gradient, the gradient's version
 _SAMPLE, _SMALL = 4, 4096  # number of tensors, and their largest size, that are compared by content
+Parameter = torch.Tensor
+Result = Callable[[], torch.Tensor]  # waits for the exchange of a gradient, and returns the update for ``p.grad``
+TOO_MANY_PASSES = (
+    "a parameter got a gradient more than backward_passes_per_step={passes} times before step(); set "
+    "backward_passes_per_step to the number of backward passes that are summed in a step"
+)
+FROZEN = 6  # steps after which the residual of a frozen parameter is dropped
+_FADED = 1e-8  # share of a momentum that is negligible
 
 
 def _version(p: torch.Tensor) -> int:
@@ -109,14 +117,6 @@ class GradientWatch:
 
 def _is_same(grad: torch.Tensor, copy: torch.Tensor, loss_scale: float) -> bool:
     return torch.equal(grad, copy) or (loss_scale != 1 and torch.allclose(grad, copy / loss_scale, 1e-3, 0.0))
-
-
-Parameter = torch.Tensor
-Result = Callable[[], torch.Tensor]  # waits for the exchange of a gradient, and returns the update for ``p.grad``
-TOO_MANY_PASSES = (
-    "a parameter got a gradient more than backward_passes_per_step={passes} times before step(); set "
-    "backward_passes_per_step to the number of backward passes that are summed in a step"
-)
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,6 @@ class Passes:
             yield
         finally:
             self.skips = False
-
-
-FROZEN = 6  # steps after which the residual of a frozen parameter is dropped
-_FADED = 1e-8  # share of a momentum that is negligible
 
 
 class ParameterGroups:
