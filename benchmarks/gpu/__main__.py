@@ -22,7 +22,7 @@ if INTERPRETED:  # before Triton is imported
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from benchmarks.gpu import adapter, checks, timing, training  # noqa: E402
+from benchmarks.gpu import adapter, checks, steps, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
 from benchmarks.report import environment  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
@@ -30,7 +30,7 @@ from dgc_horovod.kernels import registry  # noqa: E402
 _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
 _SANITIZER_SECONDS, _PART_SECONDS = 90, 300
 _TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
-_PARTS = ("checks", "training", "horovod", "models", "growth", "sanitizer")
+_PARTS = ("checks", "training", "horovod", "models", "growth", "steps", "sanitizer")
 _USAGE = "scripts/gpu_check [FOLDER] [--interpret] [--only PART ...] [--only-checks CHECK ...]"
 _start = time.monotonic()
 
@@ -131,6 +131,8 @@ def part(name: str, device: str) -> Any:
         return adapter.study(device, say)
     if name == "training":
         return training.study(device)
+    if name == "steps":
+        return steps.study(device, steps.TINY if INTERPRETED else steps.MODELS, say)
     if name == "models":
         return timing.models(device, runs, _TINY if INTERPRETED else timing.MODELS, say)
     return timing.growth(device, runs, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS, say)

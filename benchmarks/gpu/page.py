@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.speed import growth_table
-from benchmarks.report import IMAGES, RESULTS, ROOT, label, markdown, panels, read_results, save_figure, write_into_page
+from benchmarks.report import (
+    IMAGES,
+    RESULTS,
+    ROOT,
+    label,
+    markdown,
+    panels,
+    read_results,
+    save_figure,
+    spread,
+    write_into_page,
+)
 
 SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
 OVER_TOPK, OVER_PUBLISHED = 10, 20
 MOST_LAUNCHES = 10
+ADDED_AT_MOST = {"SGD": 3.0, "AdamW": 2.0}  # percent of a step
 _WITH_VERDICTS = {
     "checks": "checks",
     "horovod": "the adapter on Horovod's ranks beside the CPU",
     "sanitizer": "compute-sanitizer's tools",
 }
+STEP_WAYS = ("alone", "with_empty_hook", "compressed")
 TOPK, PUBLISHED, GAUSSIAN = "per-tensor top-k", "published DGC", "published GaussianK"
 
 
@@ -29,6 +43,8 @@ def tables(found: dict[str, Any]) -> str:
         parts += [model_table(found["models"]), decode_table(found["models"])]
     if "growth" in found:
         parts.append(growth_table(found["growth"], "flow", "ps", 1e3))
+    if "steps" in found:
+        parts.append(step_table(found["steps"]))
     if "training" in found:
         figures = [[name, f"{100 * value:.2f} %"] for name, value in found["training"].items()]
         parts.append(markdown(["two processes, one device", "accuracy"], figures))
@@ -62,6 +78,26 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
     return markdown(["decode of 8 packets", "ms", "times compress"], lines)
 
 
+def step_table(rows: list[dict[str, Any]]) -> str:
+    """Whole steps of real models, alone and with all of an exchange but the network."""
+    head = ["whole step", "optimizer", "alone, ms", "DDP with an empty hook, ms", "compressed, ms", "added",
+            "host waits", "memory alone, GiB", "compressed, GiB"]  # fmt: skip
+    lines = [
+        [
+            row["model"], row["optimizer"], *(f"{row[way]['ms']:.1f}" for way in STEP_WAYS), f"{added(row):+.1f} %",
+            "" if row["compressed"]["waits"] is None else f"{row['compressed']['waits']:.1%}",
+            *("" if row[way]["memory"] is None else f"{row[way]['memory']:.2f}" for way in STEP_WAYS[::2]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, lines)
+
+
+def added(row: dict[str, Any]) -> float:
+    """Percent that compression adds to a step."""
+    return 100.0 * (row["compressed"]["ms"] / row["alone"]["ms"] - 1)
+
+
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Picoseconds an element over the size, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
@@ -90,6 +126,9 @@ def verdicts(found: dict[str, Any]) -> list[str]:
         ]
         if row["launches"] is not None:
             lines.append(_line(f"{row['model']}: launches a bucket", row["launches"], most=MOST_LAUNCHES))
+    for row in found.get("steps", []):
+        limit = ADDED_AT_MOST[row["optimizer"]]
+        lines.append(_line(f"{row['model']}: added to a step, percent", added(row), most=limit))
     if accuracy := found.get("training"):
         lines.append(_line("accuracy of dgc less dense's, points", 100 * (accuracy["dgc"] - accuracy["dense"]), -1))
     return lines
@@ -106,9 +145,58 @@ def _count(what: str, verdicts: dict[str, str]) -> str:
     return f"{what}: {well} of {len(verdicts)} passed"
 
 
+def quality_table(runs: dict[str, Any]) -> str:
+    """Losses of compressed runs beside the dense run of the same ranks and seed, then the mean gap of each."""
+    found = [each for each in runs.values() if not each["diverged"]]
+    dense = {_place(each): each for each in found if "traffic" not in each}
+    lines, gaps = [], defaultdict(list)
+    for each in found:
+        if "traffic" in each and _place(each) in dense:
+            beside, variant = dense[_place(each)]["loss"], each["run"]["variant"]
+            gaps[variant].append(each["loss"] - beside)
+            lines.append([
+                f"{variant}, N = {each['run']['workers']}, seed {each['run']['seed']}, {each['device']}",
+                f"{each['steps']:,}", f"{beside:.4f}", f"{each['loss']:.4f}", f"{gaps[variant][-1]:+.4f}",
+                f"1/{1 / each['traffic']:.1f}",
+            ])  # fmt: skip
+    head = ["GPT of 124 M", "steps", "dense, nats", "compressed, nats", "gap", "bytes"]
+    means = [f"- {variant}: {spread(values, '+.4f')} nats over {len(values)} runs" for variant, values in gaps.items()]
+    return "\n\n".join([markdown(head, lines), "\n".join(means)])
+
+
+def _place(found: dict[str, Any]) -> tuple[Any, ...]:
+    """Everything in which a dense run and a compressed run beside it are alike."""
+    return found["run"]["workers"], found["run"]["seed"], found["steps"], found["rate"], found["text"]
+
+
+def quality_plot(runs: dict[str, Any], file: Path) -> None:
+    """Held-out loss over the steps of every run."""
+    figure, ((axes,),) = panels(width=6.4, height=4.2)
+    for key, found in runs.items():
+        style = {"linestyle": "--", "color": "black"} if "traffic" not in found else {}
+        label_of = key.split(", ", 1)[1]
+        axes.plot([p[0] for p in found["curve"]], [p[1] for p in found["curve"]], label=label_of, **style)
+    label(axes, x="step", y="loss on held-out text, nats a token")
+    axes.legend(frameon=False, fontsize=7)
+    save_figure(figure, file)
+
+
+def keep_quality(file: Path) -> None:
+    """Keep the runs of `scripts/gpu_quality`: table, plot and results."""
+    runs = read_results(file)["runs"]
+    shutil.copy(file, RESULTS)
+    quality_plot(runs, IMAGES / "gpu-quality.svg")
+    text = f"{quality_table(runs)}\n\n![loss over steps](images/gpu-quality.svg)"
+    write_into_page(ROOT / "docs" / "cuda.md", "gpu quality", text)
+
+
 def main() -> None:
     """Keep what a folder holds: ``python -m benchmarks.gpu.page FOLDER``."""
     folder = Path(sys.argv[1])
+    if (folder / "gpu-quality.json").exists():
+        keep_quality(folder / "gpu-quality.json")
+    if not (folder / "gpu.json").exists():
+        return
     kept = read_results(folder / "gpu.json")
     machine, figures = kept["environment"], kept["figures"]
     if "interpreter" in machine["device"]:

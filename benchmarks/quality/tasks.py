@@ -1,5 +1,5 @@
-"""The tasks: images of digits, the next character of Python's own sources by an LSTM and a Transformer, and its
-next byte by a GPT of 5.1 M parameters.
+"""The tasks: images of digits, the next character of Python's own sources by an LSTM and a Transformer, its next byte
+by a GPT of 5.1 M parameters, and, on a GPU, the next token of Python packages' sources by one of 124 M.
 
 Small enough for hundreds of runs on two cores, hard enough that a wrong compression shows. Learning rates are near the
 top of what dense training bears, where what DGC does to momentum matters most. Settings are the same for every
@@ -20,6 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
+
+from benchmarks.quality import tokens
 
 WORKERS = 4  # for whose number the batch is given; more ranks have smaller shards of the same whole batch
 TRAIN_DIGITS, TRAIN_COPIES, TEST_COPIES = 1297, 16, 8
@@ -48,18 +50,20 @@ class RecurrentModel(nn.Module):
 
 
 class TransformerModel(nn.Module):
-    """Two pre-norm blocks of causal attention: scores of every next symbol."""
+    """Pre-norm blocks of causal attention: scores of every next symbol."""
 
-    def __init__(self, symbols: int, window: int, width: int = 64, blocks: int = 2) -> None:
+    def __init__(
+        self, symbols: int, window: int, width: int = 64, blocks: int = 2, heads: int = 4, spread: float = 0.05
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(symbols, width)
         self.places = nn.Parameter(torch.zeros(window, width))
-        self.blocks = nn.Sequential(*(_Block(width, heads=4) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, symbols)
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, 0, 0.05)
+                nn.init.normal_(parameter, 0, spread)
 
     def forward(self, symbols: Tensor) -> Tensor:
         """(samples, time) -> (samples, time, symbols)."""
@@ -238,8 +242,53 @@ class Bytes(Text):
         return TransformerModel(self.classes, self.window, GPT_WIDTH, GPT_BLOCKS)
 
 
+class Tokens(Text):
+    """The next token of Python packages' sources, on a GPU where there is one."""
+
+    settings = Settings(batch=8, steps=1500, lr=0.1, clip_norm=1.0, density=0.01, stage=75, adamw_lr=6e-4, ramp=100)
+    title, window, classes = "tokens, GPT of 124 M", 512, tokens.SYMBOLS
+    points, width, blocks, tested = 15, 768, 12, 256
+
+    def make_model(self) -> nn.Module:
+        """GPT-2's smallest shape: input and output share their weights, and layers their compiled code."""
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = TransformerModel(self.classes, self.window, self.width, self.blocks, self.width // 64, spread=0.02)
+        model.output = nn.Linear(self.width, self.classes, bias=False)
+        model.output.weight = model.embedding.weight
+        if self._device.type == "cuda":
+            for block in model.blocks:
+                block.compile()
+        return model.to(self._device)
+
+    def corpus(self) -> tuple[Tensor, Tensor]:
+        """Tokens to train on and to test on."""
+        return tokens.corpus()
+
+    def loss(self, samples: int, draw: Generator) -> Tensor:
+        """Mean cross entropy of every next token, in mixed precision on a GPU."""
+        train = self.corpus()[0]
+        starts = torch.randint(0, len(train) - self.window - 1, (samples, 1), generator=draw)
+        return self._entropy(train[starts + torch.arange(self.window + 1)])
+
+    def _entropy(self, windows: Tensor) -> Tensor:
+        windows = windows.to(self._device, torch.long)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            scores = self.model(windows[:, :-1]).flatten(0, 1)
+        return functional.cross_entropy(scores.float(), windows[:, 1:].flatten())
+
+    @torch.no_grad()
+    def quality(self) -> Quality:
+        """The loss alone: on evenly spaced windows of what is not trained on."""
+        held_out = self.corpus()[1]
+        starts = torch.linspace(0, len(held_out) - self.window - 1, self.tested).long()[:, None]
+        windows = held_out[starts + torch.arange(self.window + 1)]
+        parts = windows.split(self.settings.batch)
+        losses = [self._entropy(part).double() * len(part) for part in parts]
+        return Quality(torch.stack(losses).sum().item() / self.tested, 0.0)
+
+
 TASKS: dict[str, type[Task]] = {"images": Images, "lstm": Recurrent, "transformer": Transformer}
-ALL_TASKS: dict[str, type[Task]] = {**TASKS, "gpt": Bytes}
+ALL_TASKS: dict[str, type[Task]] = {**TASKS, "gpt": Bytes, "gpt-124m": Tokens}
 
 
 @functools.cache

@@ -29,12 +29,12 @@ def test_quick_run_ends_with_a_table(name, shown):
 def test_gpu_check_without_a_gpu(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
     command = [sys.executable, "-m", "benchmarks.gpu", str(tmp_path), "--interpret"]
-    ended = run([*command, "--only", "training", "models", "growth"], timeout=170)
+    ended = run([*command, "--only", "training", "models", "growth", "steps"], timeout=170)
     assert ended.code == 0, ended.output
-    for row in ("| tiny |", "| ours |", "| dgc |"):
+    for row in ("| tiny |", "| ours |", "| dgc |", "| tiny | AdamW |"):
         assert row in ended.output, ended.output
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert set(found["figures"]) == {"training", "models", "growth"}
+    assert set(found["figures"]) == {"training", "models", "growth", "steps"}
     kept = run([sys.executable, "-m", "benchmarks.gpu.page", str(tmp_path)], timeout=60)
     assert kept.code != 0 and "on no GPU" in kept.output
 
@@ -43,9 +43,27 @@ def test_gpu_check_says_which_bars_are_met():
     found = {"training": {"dense": 0.9, "dgc": 0.895}, "models": [{
         "model": "small", "floor_ms": 1.0, "compress": {"ms": 1.4}, "decode": {"ms": 0.5}, "launches": 9.0,
         **{flow: {"ms": 25.0} for flow in (page.TOPK, page.PUBLISHED, page.GAUSSIAN)},
-    }]}  # fmt: skip
+    }], "steps": [
+        {"model": "GPT", "optimizer": "AdamW", "alone": {"ms": 100.0}, "compressed": {"ms": 103.0}},
+    ]}  # fmt: skip
     lines = page.verdicts(found)
-    assert len(lines) == 6 and [line for line in lines if line.startswith("MISSED")] == [
+    assert len(lines) == 7 and [line for line in lines if line.startswith("MISSED")] == [
         "MISSED small: decode, times compress: 0.36 (at most 0.3)",
         "MISSED small: faster than published DGC: 17.86 (at least 20)",
+        "MISSED GPT: added to a step, percent: 3.00 (at most 2)",
     ]
+
+
+def test_gpu_quality_compares_with_the_dense_run_of_the_same_seed():
+    def found(variant, seed, loss, **more):
+        run = {"variant": variant, "workers": 4, "seed": seed}
+        same = {"steps": 1500, "rate": 6e-4, "text": "a", "device": "a GPU", "diverged": False}
+        return {"run": run, "loss": loss, **same, **more}
+
+    compressed = {"traffic": 0.01}
+    runs = {"0": found("dense", 0, 2.0), "1": found("dense", 1, 3.0), "2": found("dgc", 0, 2.1, **compressed),
+            "3": found("dgc", 1, 3.3, **compressed), "4": found("dgc", 2, 9.0, **compressed)}  # fmt: skip
+    table = page.quality_table(runs)
+    assert "seed 0, a GPU | 1,500 | 2.0000 | 2.1000 | +0.1000 | 1/100.0 |" in table
+    assert "seed 2" not in table, "there is no dense run of that seed"
+    assert table.endswith("- dgc: +0.2000 ± 0.1414 nats over 2 runs")

@@ -1,0 +1,102 @@
+"""A GPT of 124 M parameters on simulated ranks of one GPU: AdamW dense beside compressed, run by run.
+
+A run that is kept is not done again, so that the study goes on over several loans of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.timing import device_name
+from benchmarks.quality import tokens
+from benchmarks.quality.tasks import Tokens
+from benchmarks.quality.training import Run, train
+from benchmarks.report import environment, read_results, write_results
+
+TASK, FILE = "gpt-124m", "gpu-quality.json"
+DENSE, COMPRESSED, IN_2_BITS = "AdamW, dense", "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"
+PLAN = [
+    *(Run(TASK, name, 4, 0) for name in (DENSE, COMPRESSED, IN_2_BITS)),
+    *(Run(TASK, name, 4, 1) for name in (DENSE, COMPRESSED, IN_2_BITS)),
+    *(Run(TASK, name, 8, 100) for name in (DENSE, COMPRESSED)),
+]
+_SAID_EVERY = 50  # steps
+
+
+def done(run: Run, rate: float) -> dict[str, Any]:
+    """Do a run; what `train` gives, with the seconds that it took, its text and its device."""
+    start = time.monotonic()
+    Tokens.settings = dataclasses.replace(Tokens.settings, adamw_lr=rate)
+
+    def watch(ranks: object, step: int, loss: float) -> None:
+        if step % _SAID_EVERY == 0 or step <= 2:
+            print(
+                f"  {run.key}: step {step} of {run.steps}, loss {loss:.3f}, {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+
+    found = train(run, watch=watch)
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "run": dataclasses.asdict(run), "rate": rate, "steps": run.steps, "text": tokens.digest(),
+        "device": device, "seconds": round(time.monotonic() - start, 1), **found,
+    }  # fmt: skip
+
+
+def left_of(plan: list[Run], kept: dict[str, Any], rate: float) -> list[Run]:
+    """The runs of a plan that are not kept with this text, length and rate."""
+
+    def is_kept(run: Run) -> bool:
+        found = kept.get(run.key, {})
+        return (found.get("text"), found.get("steps"), found.get("rate")) == (tokens.digest(), run.steps, rate)
+
+    return [run for run in plan if not is_kept(run)]
+
+
+def looked_for(rates: list[float], variant: str, length: float) -> None:
+    """Print the loss of short runs at several learning rates, on a seed that is not measured."""
+    for rate in rates:
+        run = Run(TASK, variant, 4, 50, length)
+        found = done(run, rate)
+        print(f"rate {rate:g}: {run.key}: {found['curve'][-1:]}, {found['seconds']} s", flush=True)
+
+
+def main() -> None:
+    """Do what is left of the plan in the time that there is."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_quality", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help=f"for {FILE}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
+    parser.add_argument("--rate", type=float, default=Tokens.settings.adamw_lr, help="highest learning rate")
+    parser.add_argument("--length", type=float, default=1.0, help=f"of {Tokens.settings.steps} steps (default: 1)")
+    parser.add_argument("--rates", type=float, nargs="+", help="only look for a rate: a short run of each")
+    parser.add_argument("--variant", default=DENSE, help=f"of --rates (default: {DENSE})")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    train_on, test_on = tokens.corpus()
+    print(f"text {tokens.digest()}: {len(train_on):,} tokens to train on, {len(test_on):,} to test on", flush=True)
+    if args.rates:
+        looked_for(args.rates, args.variant, args.length)
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    file = args.folder / FILE
+    kept = read_results(file) or {"environment": environment(), "runs": {}}
+    took: dict[bool, float] = {}  # seconds of the last run, by whether it was dense
+    for run in left_of([dataclasses.replace(run, length=args.length) for run in PLAN], kept["runs"], args.rate):
+        dense = run.variant == DENSE
+        if time.monotonic() + took.get(dense, 0) > end:
+            print(f"{run.key}: left for the next time")
+            continue
+        kept["runs"][run.key] = found = done(run, args.rate)
+        took[dense] = found["seconds"]
+        write_results(file, kept)
+        print(f"{run.key}: loss {found['loss']}, {found['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
