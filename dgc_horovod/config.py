@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -311,3 +312,19 @@ def check_predivide(factor: object, averages: bool) -> None:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
     if factor != 1.0 and not averages:
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")
+
+
+def clip_limit(c: float, workers: int, averages: bool) -> float:
+    """Local gradient clipping (DGC 3.1): return the norm to which one rank's gradient is clipped.
+
+    The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
+    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). With nodes, whose workers average first,
+    there are M gradients, and the rule is ``sqrt(M)*c``.
+
+    Args:
+        c: threshold of the averaged gradient, > 0.
+        workers: number of gradients that are averaged, N or M.
+        averages: whether they are averaged or summed.
+    """
+    root = math.sqrt(workers)
+    return c * root if averages else c / root

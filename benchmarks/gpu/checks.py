@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,47 @@ def the_device_does_it(size: Size) -> None:
     # v grows from nothing at first, faster than thresholds follow
     assert sum(by_device[-8:]) >= 6, f"{sum(by_device[-8:])} of the last 8 steps"
     assert size.device == "cpu" or engine._workspace.sender._recorded._graph is not None, "nothing was recorded"
+
+
+def under_way_together(size: Size) -> None:
+    """Buckets on several streams, launched before the first message is taken; for some of them the host must choose."""
+    config, bucket = DGCConfig(density=0.02), bucket_of(size.numels)
+    kinds, not_finite, given_up = ("laplace", "few", "laplace", "ties"), (3, 2), 5
+    both = [
+        [BucketEngine(bucket, config, kernels, 0, 1) for _ in kinds]
+        for kernels in (TritonKernels(size.device), ReferenceKernels())
+    ]
+    by_device, streams = 0, [_stream(size.device) for _ in kinds]
+    for step in range(7):
+        said: list[list[bytes]] = []
+        for engines in both:
+            for number, (engine, kind) in enumerate(zip(engines, kinds, strict=True)):
+                g = np.asarray(DATA[kind](np.random.default_rng([step, number]), bucket.numel)).astype(np.float32)
+                g[7] = np.nan if (step, number) == not_finite else g[7]
+                with streams[number]:
+                    for i, segment in enumerate(bucket.segments):
+                        engine.add_gradient(
+                            i, engine.kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9)
+                        )
+                    engine.begin_compress(1.0, step, 0.02)
+            payloads = [engine.message().payload.tobytes() for engine in engines] if step != given_up else []
+            by_device += sum(type(engine._sent).__name__ == "DeviceSentRecord" for engine in engines)
+            for engine in engines:
+                engine.commit() if payloads else engine.rollback()
+            states = [
+                engine.kernels.to_host(x).tobytes() for engine in engines for x in (engine.state.v, engine.state.u)
+            ]
+            said.append([*payloads, *states])
+        assert said[0] == said[1], f"step {step}"
+    assert by_device > 1, "the device made no step, so this shows nothing"
+
+
+def _stream(device: str) -> AbstractContextManager[object]:
+    """A stream of its own, after everything that the device has been given; without streams nothing."""
+    if device == "cpu":
+        return nullcontext()
+    torch.cuda.synchronize()
+    return torch.cuda.stream(torch.cuda.Stream())
 
 
 def sums(size: Size) -> None:
@@ -211,6 +253,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
     "without masking": nothing_kept_from_masking,
     "momentum in bf16": momentum_in_bf16,
     "the device does it": the_device_does_it,
+    "under way together": under_way_together,
     "damaged packets": damaged_packets,
     "sums": sums,
     "replicas": replicas,

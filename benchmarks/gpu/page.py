@@ -40,7 +40,7 @@ def tables(found: dict[str, Any]) -> str:
     """All that there is to say of `found`."""
     parts = []
     if "models" in found:
-        parts += [model_table(found["models"]), decode_table(found["models"])]
+        parts += [model_table(found["models"]), host_table(found["models"]), decode_table(found["models"])]
     if "growth" in found:
         parts.append(growth_table(found["growth"], "flow", "ps", 1e3))
     if "steps" in found:
@@ -67,6 +67,19 @@ def model_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]  # fmt: skip
     return markdown(head, lines)
+
+
+def host_table(rows: list[dict[str, Any]]) -> str:
+    """The device's and the host's time in compress; a dash for what a row of an older run does not have."""
+    lines = []
+    for row in rows:
+        whole, busy = row["compress"]["ms"], row["busy_ms"]
+        launches, waits = row.get("host_launches_ms"), row.get("host_waits_ms")
+        lines.append([
+            row["model"], "–" if busy is None else f"{max(0, whole - busy):.3f}",
+            "–" if launches is None else f"{launches:.3f}", "–" if waits is None else f"{waits / whole:.0%}",
+        ])  # fmt: skip
+    return markdown(["compress", "device idle, ms", "host launches for, ms", "host waits, of the time"], lines)
 
 
 def decode_table(rows: list[dict[str, Any]]) -> str:

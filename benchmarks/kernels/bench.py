@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,26 @@ class Recorded:
         self.arrays = next(self._steps, None) or self.arrays
 
 
+@dataclass
+class Host:
+    """What the host does in a step of compression, in seconds.
+
+    Args:
+        launching: until every bucket is under way on the device; for a host backend until all is done.
+        waiting: only waiting for the device.
+    """
+
+    launching: float = 0.0
+    waiting: float = 0.0
+
+    def wait(self, engine: BucketEngine) -> None:
+        """Wait until the message of a bucket is there."""
+        begin = time.perf_counter()
+        while not engine.ready:
+            pass
+        self.waiting += time.perf_counter() - begin
+
+
 class Model:
     """The engines of one rank over a model's shapes, and their gradients; what an adapter does, without one.
 
@@ -67,6 +89,9 @@ class Model:
         gradients: function of the sizes of the tensors, in the order of the buckets.
         adam: whether the optimizer is Adam, and not SGD with momentum.
         small: whether there are engines of the small tensors too, which are sent whole.
+
+    Attributes:
+        host: what the host did in the last step.
     """
 
     def __init__(
@@ -84,7 +109,7 @@ class Model:
         buckets = [each for each in plan(specs, config, workers).buckets if small or not each.uncompressed]
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
         self.gradients = gradients([s.numel for e in self.engines for s in e.bucket.segments])
-        self.step = 0
+        self.step, self.host = 0, Host()
         sparse = [engine for engine in self.engines if not engine.bucket.uncompressed]
         place = {segment.name: (engine, i) for engine in sparse for i, segment in enumerate(engine.bucket.segments)}
         second = SecondMoments({name: shape for name, shape in shapes if name in place}, 0, workers, True)
@@ -96,9 +121,8 @@ class Model:
         return sum(segment.numel for engine in self.engines for segment in engine.bucket.segments)
 
     def compress(self) -> list[Message]:
-        """One step of every bucket."""
-        arrays = iter(self.gradients.arrays)
-        messages = []
+        """One step of every bucket: a device is given all of them before the first message is taken."""
+        arrays, begin = iter(self.gradients.arrays), time.perf_counter()
         for engine in self.engines:
             for i, segment in enumerate(engine.bucket.segments):
                 gradient, how = next(arrays), self._accumulation(engine, segment.name)
@@ -106,7 +130,12 @@ class Model:
                     self.adam.step = self.step
                     self.adam.measure(segment.name, gradient, how)
                 engine.add_gradient(i, gradient, how)
-            messages.append(engine.compress(1.0, self.step, self.config.final_density))
+            engine.begin_compress(1.0, self.step, self.config.final_density)
+        self.host = Host(launching=time.perf_counter() - begin)
+        messages = []
+        for engine in self.engines:
+            self.host.wait(engine)
+            messages.append(engine.message())
         if self.adam is not None:
             message = self.adam.message()
             if message is not None:

@@ -275,6 +275,7 @@ class LocalRanks:
             self._board.clear()
             for rounds in self._rounds:
                 rounds.send()
+                rounds.exchange.share_second()  # before any rank waits
             for rounds in self._rounds:
                 rounds.receive()
         self._lend(0)

@@ -1,7 +1,8 @@
 """One bucket's step: accumulate, select, encode | decode, aggregate. No framework, no communication.
 
-The engine holds the state of this rank: the residual v and the momentum u. `BucketEngine.compress` turns a bucket's
-gradients into one message. The adapter runs the collectives and passes their results to `BucketEngine.receive`.
+The engine holds the state of this rank: the residual v and the momentum u. `BucketEngine.begin_compress` turns a
+bucket's gradients into one message, which `message` waits for. The adapter runs the collectives and passes their
+results to `BucketEngine.receive`.
 `BucketEngine.aggregate_into` then computes the update, or `BucketEngine.rollback` undoes the step. The collectives of
 a message are defined in `exchange`.
 """
@@ -82,6 +83,8 @@ class BucketEngine:
         self._every = np.arange(bucket.numel if bucket.uncompressed else 0, dtype=np.int32)
         self._workspace: Workspace | None = None
         self._sent: SentRecord | None = None
+        self._sender: Sender | None = None  # of a step that a device makes, until its message is taken
+        self._message: Message | None = None  # of a step that the host has made, until it is taken
         self._step = self._round = 0
         self._has_momentum = self.adds_directions = False  # this step: momentum; directions in place of gradients
         self.in_join = self.clips = False  # flags of messages: this rank is in join; its script clips updates
@@ -94,8 +97,7 @@ class BucketEngine:
 
         Args:
             i: index of the segment in the bucket, from 0.
-            gradient: flat float32 Array, or a tensor if `Kernels.takes_tensors`; must not change before `compress`
-                has read it.
+            gradient: flat float32 Array, or a tensor if `Kernels.takes_tensors`; must not change before `message`.
             accumulation: form in which the gradient enters the residual.
 
         Raises:
@@ -109,7 +111,14 @@ class BucketEngine:
         self.gradients.put(i, gradient, accumulation)
 
     def compress(self, scale: float, step: int, density: float) -> Message:
+        """Make one step at once: `begin_compress`, then `message`."""
+        self.begin_compress(scale, step, density)
+        return self.message()
+
+    def begin_compress(self, scale: float, step: int, density: float) -> None:
         """Accumulate the added gradients, select elements, encode them, and subtract them from v.
+
+        On a device the whole step is launched, and the host does not wait for it; otherwise it is made.
 
         Elements of a gradient that are not finite enter as 0. If there are any, or v overflows fp32 (u and v are then
         emptied), nothing is sent, and the message has a flag, so that every rank rolls the step back.
@@ -119,11 +128,9 @@ class BucketEngine:
             step: schedule step, >= 0, equal on all ranks.
             density: fraction of the elements sent at this step, in (0, 1]; not used for an uncompressed bucket.
 
-        Returns:
-            The message. Its payload is reused by the next call.
-
         Cost: one pass over the bucket (`Kernels.accumulate`), and one more read if the predicted threshold is too high.
         """
+        assert self._sender is None and self._message is None, "message() of the step before comes first"
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
         rule = RULES[self.config.rule]
         looks = rule.wants_candidates and not self.bucket.uncompressed
@@ -135,14 +142,40 @@ class BucketEngine:
             self._has_momentum = False
         sender = None if self.in_join or self.clips else workspace.sender  # packets written by a device have no flags
         if sender is not None and workspace.predictor.thresholds[0] < math.inf and sender.takes(self.gradients):
-            seen, sent = self._send_from_device(workspace, sender, scale)
-            if sent is not None:
-                return Message(sender.payload, workspace.exchange.rounds[0], sent.count)
-        else:
-            max_candidates = workspace.predictor.max_candidates if looks else 0
-            seen = self.kernels.accumulate(
-                self.gradients, self.state, scale, workspace.records, max_candidates, want_sums
-            )
+            sender.start(self.gradients, self.state, scale, workspace.predictor.thresholds[0], step, self._masks)
+            self._sender = sender
+            return
+        max_candidates = workspace.predictor.max_candidates if looks else 0
+        seen = self.kernels.accumulate(self.gradients, self.state, scale, workspace.records, max_candidates, want_sums)
+        self._message = self._from_host(workspace, seen)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `message` would return at once."""
+        return self._sender is None or self._sender.ready
+
+    def message(self) -> Message:
+        """Wait for the step of `begin_compress`, not for other buckets; return its message, once.
+
+        The payload is reused by the next step. Where a device could not choose (candidates too few or too many, a value
+        rounded to zero), or an element is not finite, the host does: the device has then left u and v as the pass did,
+        and no other bucket writes to them.
+        """
+        sender, workspace, self._sender = self._sender, self._workspace, None
+        if sender is not None:
+            assert workspace is not None
+            seen, sent = sender.finish()
+            if sent is None:
+                return self._from_host(workspace, seen)
+            self._sent, count = sent, sent.positions.size
+            workspace.predictor.learn(0, count, sender.min_magnitude, seen.num_candidates)
+            return Message(sender.payload, workspace.exchange.rounds[0], count)
+        message, self._message = self._message, None
+        assert message is not None, "begin_compress comes first"
+        return message
+
+    def _from_host(self, workspace: Workspace, seen: AccumulateResult) -> Message:
+        """Select, encode and subtract on the host, after a pass."""
         if not seen.residual_finite:  # sums of finite gradients can overflow fp32
             self.clear()
         if not (seen.gradients_finite and seen.residual_finite):
@@ -150,16 +183,6 @@ class BucketEngine:
         if self.bucket.uncompressed:
             return self._send(workspace, Elements(self._every, self.kernels.to_host(self.state.v).copy()), 0)
         return self._send(workspace, self._select(workspace, seen), 0)
-
-    def _send_from_device(
-        self, workspace: Workspace, sender: Sender, scale: float
-    ) -> tuple[AccumulateResult, SentRecord | None]:
-        candidate_threshold = workspace.predictor.thresholds[0]
-        seen, sent = sender.send(self.gradients, self.state, scale, candidate_threshold, self._step, self._masks)
-        if sent is not None:
-            self._sent = sent
-            workspace.predictor.learn(0, sent.count, sent.min_magnitude, seen.num_candidates)
-        return seen, sent
 
     @property
     def _masks(self) -> bool:
@@ -213,6 +236,7 @@ class BucketEngine:
 
     def clear(self) -> None:
         """Set u, v and the remainder to zero."""
+        self._drop_message()
         self.state.clear()
         self._sent = None
         if self._workspace is not None:
@@ -221,7 +245,7 @@ class BucketEngine:
 
     @property
     def sent(self) -> Elements:
-        """Elements that the last `compress` sent, with their values in v, until the step ends."""
+        """Elements of the last `message`, with their values in v, until the step ends."""
         return self._sent.elements if self._sent is not None else NO_ELEMENTS
 
     @property
@@ -268,12 +292,19 @@ class BucketEngine:
             self._workspace.exchange.commit()
 
     def rollback(self) -> None:
-        """Undo the sending of the last `compress`: v and u have the bits they had after accumulation."""
+        """Undo the sending of the last `begin_compress`: v and u have the bits they had after accumulation."""
+        self._drop_message()
         if self._sent is None:
             return
         self._sent.rollback(self.state)
         self._sent = None
         self.exchange.rollback()
+
+    def _drop_message(self) -> None:
+        """Wait for a step that a device still makes, as it writes to u and v; forget a message that was not taken."""
+        if self._sender is not None:
+            self.message()
+        self._message = None
 
     # -- receiving
 

@@ -42,6 +42,14 @@ class Meters:
         self.diagnostics.before(engine, scale)
         self.of[engine].begins()
 
+    def launched(self, engine: BucketEngine) -> None:
+        """Record that the compression of a bucket is under way, on a device, or made."""
+        self.of[engine].launched()
+
+    def awaiting(self, engine: BucketEngine) -> None:
+        """Record that the message of a bucket is about to be waited for."""
+        self.of[engine].begins()
+
     def compressed(self, engine: BucketEngine, message: Message) -> None:
         """Record that `message` is about to be sent."""
         self.of[engine].compressed(message)
@@ -214,9 +222,13 @@ class BucketMeter:
         self._since, self._waited = time.perf_counter(), 0.0
 
     def begins(self) -> None:
-        """Record the begin of compression or decoding."""
+        """Record the begin of compression, of a wait for its message, or of decoding."""
         now = time.perf_counter()
         self._since, self._waited = now, now - self._since
+
+    def launched(self) -> None:
+        """Record that the host has done its part of compression."""
+        self._compressing += self._lap()
 
     def compressed(self, message: Message) -> None:
         """Record that `message` is about to be sent."""

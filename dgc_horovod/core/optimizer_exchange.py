@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.config import RULES, DGCConfig
+from dgc_horovod.config import RULES, DGCConfig, clip_limit
 from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import card_bytes, within_budget
@@ -29,28 +29,12 @@ from dgc_horovod.wire.bucket import PADDING
 _PLAIN: Accumulation = ErrorFeedback()
 
 
-def clip_limit(c: float, workers: int, averages: bool) -> float:
-    """Local gradient clipping (DGC 3.1): return the norm to which one rank's gradient is clipped.
-
-    The paper's ``c * N**-0.5`` is for a gradient already divided by N; with Horovod a rank's gradient is the mean over
-    its own shard, so the same rule is ``sqrt(N)*c`` (for a sum ``c/sqrt(N)``). With nodes, whose workers average first,
-    there are M gradients, and the rule is ``sqrt(M)*c``.
-
-    Args:
-        c: threshold of the averaged gradient, > 0.
-        workers: number of gradients that are averaged, N or M.
-        averages: whether they are averaged or summed.
-    """
-    root = math.sqrt(workers)
-    return c * root if averages else c / root
-
-
 class OptimizerExchange:
     """The engines of one optimizer and their common steps.
 
     An adapter subclasses it, converts tensors to arrays, starts collectives and waits for them. A step is `begin`, with
-    its `accumulations`; for each bucket `add_gradient`, `compress`, `receive` after every round and `aggregate`; then
-    `end`.
+    its `accumulations`; for each bucket `add_gradient`, `begin_compress`, `message`, `receive` after every round and
+    `aggregate`; then `end`. Several buckets may be between `begin_compress` and `message`.
 
     Args:
         specs: name, shape and boundary of every exchanged tensor, in the model's order.
@@ -154,7 +138,12 @@ class OptimizerExchange:
         engine.add_gradient(i, gradient, accumulation)
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
-        """`BucketEngine.compress` at the present step.
+        """`begin_compress`, then `message`."""
+        self.begin_compress(engine, clip, loss_scale)
+        return self.message(engine)
+
+    def begin_compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> None:
+        """`BucketEngine.begin_compress` at the present step.
 
         Args:
             engine: engine of this exchange, with every gradient added.
@@ -165,7 +154,14 @@ class OptimizerExchange:
         self.ending.begin()
         self.meters.compressing(engine, scale)
         with self.counts.traffic.timing("compressing"):
-            message = engine.compress(scale, self.steps, self.density())
+            engine.begin_compress(scale, self.steps, self.density())
+        self.meters.launched(engine)
+
+    def message(self, engine: BucketEngine) -> Message:
+        """`BucketEngine.message`; the time until it is called is not counted as compression."""
+        self.meters.awaiting(engine)
+        with self.counts.traffic.timing("compressing"):
+            message = engine.message()
         self.meters.compressed(engine, message)
         return message
 

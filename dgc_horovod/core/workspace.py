@@ -44,16 +44,6 @@ class HostSentRecord:
     masked: np.ndarray | None
 
     @property
-    def count(self) -> int:
-        """See `contract.SentRecord`."""
-        return self.elements.values.size
-
-    @property
-    def min_magnitude(self) -> float:
-        """See `contract.SentRecord`."""
-        return min_magnitude(self.elements)
-
-    @property
     def positions(self) -> np.ndarray:
         """See `contract.SentRecord`."""
         return self.elements.positions

@@ -186,14 +186,6 @@ class SentRecord(Protocol):
     """The elements that a step sent, for a rollback."""
 
     @property
-    def count(self) -> int:
-        """Number of elements."""
-
-    @property
-    def min_magnitude(self) -> float:
-        """The smallest magnitude of the elements."""
-
-    @property
     def positions(self) -> np.ndarray:
         """Positions of the elements, int32, ascending; already on the host."""
 
@@ -206,27 +198,34 @@ class SentRecord(Protocol):
 
 
 class Sender(Protocol):
-    """A whole step on a device: pass, exact selection from the bucket, packet, and update of v, with one wait.
+    """A whole step on a device: pass, exact selection from the bucket, packet, and update of v.
 
     Attributes:
-        payload: packet, uint8, on the host, after `send`.
+        payload, min_magnitude: packet, uint8, on the host, and the smallest magnitude in it, after `finish`.
+        ready: whether `finish` would return at once.
     """
 
     payload: np.ndarray
+    min_magnitude: float
+
+    @property
+    def ready(self) -> bool: ...
 
     def takes(self, gradients: Any) -> bool:
-        """Return whether `send` supports these gradients; if not, call `Kernels.accumulate`."""
+        """Return whether `start` supports these gradients; if not, call `Kernels.accumulate`."""
 
-    def send(
-        self, gradients: Any, state: State, scale: float, candidate_threshold: float, step: int, masks: bool
-    ) -> tuple[AccumulateResult, SentRecord | None]:
-        """Accumulate the gradients and send the largest elements of the bucket.
+    def start(self, gradients: Any, state: State, scale: float, threshold: float, step: int, masks: bool) -> None:
+        """Launch a step, without a wait: accumulate the gradients and send the largest elements of the bucket.
 
         Args:
             gradients, state, scale: see `Kernels.accumulate`.
-            candidate_threshold: smallest magnitude that makes a candidate, > 0 and finite.
+            threshold: smallest magnitude that makes a candidate, > 0 and finite.
             step: schedule step, >= 0, for the packet's header.
             masks: whether ``u = 0`` at sent elements (DGC 3.2).
+        """
+
+    def finish(self) -> tuple[AccumulateResult, SentRecord | None]:
+        """Wait for the step of `start`, and for nothing that was launched after it.
 
         Returns:
             The result of the pass, and the sent elements; None if candidates are too few or too many, a gradient is not
@@ -317,10 +316,10 @@ class Kernels(Protocol):
     def sums(self, x: Array) -> tuple[float, float]:
         """Return sum and sum of squares of `x` in float64, in one fixed order; not finite elements count as zero.
 
-        x is cut into chunks of 4,096 (the last one filled with zeros), a chunk into 256 rows of 16
-        lanes. Neighbouring rows are added pairwise until one is left, then the upper half of the lanes
-        is added to the lower until one is left; the chunks' sums are added pairwise, neighbours first,
-        an odd last one with zero. Squares of float32 are exact in float64 and cannot overflow. One read of x.
+        x is cut into chunks of 4,096 (the last one filled with zeros), a chunk into 256 rows of 16 lanes. Neighbouring
+        rows are added pairwise until one is left, then the upper half of the lanes is added to the lower until one is
+        left; the chunks' sums are added pairwise, neighbours first, an odd last one with zero. Squares of float32 are
+        exact in float64 and cannot overflow. One read of x.
         """
 
     def squares(self, arrays: Sequence[Array]) -> float:

@@ -12,6 +12,7 @@ from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
+_PINNED = 1 << 20  # bytes; larger vectors are not copied through pinned memory, which torch keeps
 
 
 def _scaled(g: torch.Tensor, scale: float) -> torch.Tensor:
@@ -176,4 +177,8 @@ class TorchEagerKernels(ComposedKernels):
         _copy(x, torch.from_numpy(values))
 
     def from_host(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        host = torch.from_numpy(values)
+        if self.device.type != "cuda" or values.nbytes > _PINNED:
+            return host.to(self.device)
+        # a copy of other memory waits for all work of the stream, such as a backward pass
+        return host.pin_memory().to(self.device, non_blocking=True)

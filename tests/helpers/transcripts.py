@@ -68,22 +68,22 @@ class Transcript:
 
     def __init__(self) -> None:
         self._sent: dict[int, Any] = {}
-        self._stock = OptimizerExchange.compress
+        self._stock = OptimizerExchange.message
 
     def __enter__(self) -> Transcript:
         stock = self._stock
 
         @functools.wraps(stock)
-        def compress(exchange: OptimizerExchange, engine: Any, *args: Any, **kwargs: Any) -> Any:
-            message = stock(exchange, engine, *args, **kwargs)
-            self._sent.setdefault(engine.bucket.index, hashlib.sha256()).update(message.payload.tobytes())
-            return message
+        def message(exchange: OptimizerExchange, engine: Any) -> Any:
+            taken = stock(exchange, engine)
+            self._sent.setdefault(engine.bucket.index, hashlib.sha256()).update(taken.payload.tobytes())
+            return taken
 
-        OptimizerExchange.compress = compress  # type: ignore[method-assign]
+        OptimizerExchange.message = message  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        OptimizerExchange.compress = self._stock  # type: ignore[method-assign]
+        OptimizerExchange.message = self._stock  # type: ignore[method-assign]
 
     def packets(self) -> str:
         """Hash of them."""

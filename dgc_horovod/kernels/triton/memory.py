@@ -49,7 +49,7 @@ class Upload:
             self.device[name] = self._device[place].view(dtype)
 
     def send(self) -> None:
-        """Start the copy; the device must have read the previous one."""
+        """Start the copy; the device must have read the previous one, as the host has written over it already."""
         self._device.copy_(self._host, non_blocking=True)
 
 
@@ -165,9 +165,35 @@ def using(device: torch.device) -> AbstractContextManager[object]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait for the current stream of the device; nothing else in this module blocks the host."""
+    """Wait for the current stream of the device; only this and `Arrival.wait` block the host in this module."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class Arrival:
+    """A place in a stream: the host waits until the device has reached it, not for what was launched after it.
+
+    Args:
+        device: device of the stream; on other devices than CUDA launches return when their work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        """Set the place: the end of the present device's current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 def check_that_it_runs(device: torch.device) -> None:

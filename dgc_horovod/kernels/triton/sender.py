@@ -1,4 +1,4 @@
-"""A whole step of compression on the device: pass, exact selection, packet, update of u and v; the host waits once."""
+"""A step of compression on the device, launched without a wait: pass, exact selection, packet, update of u and v."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from dgc_horovod.kernels.triton.accumulate import (
 from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, HEADER_WORDS, SUMMED, encode, update_residual
 from dgc_horovod.kernels.triton.memory import (
     EXACT,
+    Arrival,
     BucketMap,
     Recorded,
     Upload,
@@ -52,7 +53,6 @@ from dgc_horovod.kernels.triton.memory import (
     on_host,
     using,
     value_words,
-    wait_for,
 )
 from dgc_horovod.kernels.triton.select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.wire.bucket import Bucket
@@ -197,8 +197,6 @@ _ALIGNED = 4  # words; for a smaller alignment kernels are compiled again
 class DeviceSentRecord:
     """`contract.SentRecord` on the device; its memory is reused at the next step."""
 
-    count: int
-    min_magnitude: float
     positions: np.ndarray
     device_positions: torch.Tensor
     values: torch.Tensor
@@ -220,6 +218,13 @@ class DeviceSentRecord:
 
 class TritonSender:
     """`contract.Sender` for one bucket and one packet format.
+
+    Its memory on host and device is that of one step: `start` writes it over, so the step before must have ended. It
+    has: `start` refuses a step whose predecessor was not finished, and every way to end a step (commit, rollback,
+    local steps, join) takes the message first, or finishes in `BucketEngine.rollback`.
+
+    Steps of several buckets may be under way, on several streams: a bucket shares no memory with another. The event
+    that `finish` waits for follows everything that its bucket has launched, so the host may then use any stream.
 
     Args:
         bucket: layout of the bucket.
@@ -252,20 +257,25 @@ class TritonSender:
         self._recorded = Recorded(device)
         self._header = wire.constants.copy()
         self._header["count"] = k
+        self.min_magnitude, self._arrival = 0.0, Arrival(device)
+        self._under_way: tuple[BucketPass, bool] | None = None  # of the step that was started, and its `masks`
 
     def takes(self, gradients: ListedGradients) -> bool:
         """See `contract.Sender`."""
         return alike(gradients)
 
-    def send(
-        self, gradients: Any, state: State, scale: float, candidate_threshold: float, step: int, masks: bool
-    ) -> tuple[AccumulateResult, DeviceSentRecord | None]:
-        """See `contract.Sender`."""
+    def start(self, gradients: Any, state: State, scale: float, threshold: float, step: int, masks: bool) -> None:
+        """See `contract.Sender`.
+
+        Gradients are released at once: memory that was allocated for the step on this stream is used again in its
+        order, and the caller keeps ``p.grad``.
+        """
+        assert self._under_way is None, "finish comes before the next start"
         taking: BucketPass = gradients.taking
         taking.make_room(self.max_candidates)
         self._header["step"] = step % 2**32
         taking.settings.host["header"][:] = self._header.view(np.int32)
-        form = taking.prepare(gradients, scale, [candidate_threshold] * len(gradients.arrays))
+        form = taking.prepare(gradients, scale, [threshold] * len(gradients.arrays))
 
         def kernels() -> None:
             self._board.zero_()
@@ -275,10 +285,23 @@ class TritonSender:
 
         with using(self.device):
             self._recorded.launch((form, masks, *_places(taking, state)), kernels)
+            # on this stream: it takes a few microseconds, as long as the events that another one would need
             self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
-        wait_for(self.device)
+            self._arrival.record()
         gradients.arrays = [None] * len(gradients.arrays)
-        return self._seen_and_sent(taking, masks)
+        self._under_way = taking, masks
+
+    @property
+    def ready(self) -> bool:
+        """See `contract.Sender`."""
+        return self._arrival.is_there
+
+    def finish(self) -> tuple[AccumulateResult, DeviceSentRecord | None]:
+        """See `contract.Sender`."""
+        assert self._under_way is not None, "start comes first"
+        self._arrival.wait()
+        (taken, masks), self._under_way = self._under_way, None
+        return self._seen_and_sent(taken, masks)
 
     def _select(self, taken: BucketPass) -> None:
         k, max_candidates, blocks = self.wire.capacity, taken.max_candidates, taken.map.blocks
@@ -321,11 +344,10 @@ class TritonSender:
             return seen(report, taken.candidates), None
         total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
         self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
-        min_magnitude = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
+        self.min_magnitude = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
         masked = self._masked if masks else None
-        return AccumulateResult(True, True, int(report[NOTED.value]), None), DeviceSentRecord(
-            self.wire.capacity, min_magnitude, self._host_positions, self._positions, self._values, masked
-        )
+        sent = DeviceSentRecord(self._host_positions, self._positions, self._values, masked)
+        return AccumulateResult(True, True, int(report[NOTED.value]), None), sent
 
 
 def _places(taking: BucketPass, state: State) -> list[int]:

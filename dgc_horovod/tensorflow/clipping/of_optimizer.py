@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from dgc_horovod import envvars
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.config import DGCConfig, clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient

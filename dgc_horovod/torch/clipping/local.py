@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dgc_horovod.core.optimizer_exchange import clip_limit
+from dgc_horovod.config import clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import ResidualState

@@ -1,11 +1,11 @@
-"""Collectives of torch tensors with a deadline, and the dense path of tensors that are in no bucket."""
+"""Collectives of torch tensors with a deadline; a bucket, and the tensors that are in none, in the present step."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from dgc_horovod import envvars
 from dgc_horovod.config_check import cut
+from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.notices import timed_out
 from dgc_horovod.stats import Traffic
@@ -159,6 +160,29 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 def not_finite_of(names: Mapping[torch.Tensor, str]) -> str:
     """Return the name of the first tensor that is not finite, or "". Cost: a read of each tensor."""
     return "" if all_finite(names) else next(name for x, name in names.items() if not all_finite([x]))
+
+
+@dataclass
+class BucketRun:
+    """A bucket, its parameters in segment order, and its progress in the present step."""
+
+    engine: BucketEngine
+    parameters: tuple[Parameter, ...]
+    arrived: int = 0  # number of gradients
+    pending: Pending | None = None
+    finite: bool | None = None  # None until the ranks' messages are back
+    outputs: list[torch.Tensor] = field(default_factory=list)  # memory that the engine writes each update to
+    narrow: bool = False  # whether an update is converted to another dtype than fp32
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # streams that its gradients were computed on
+
+    def __post_init__(self) -> None:
+        self.sizes = [segment.numel for segment in self.engine.whole.segments]
+        self.device = self.parameters[0].device  # of all of them, at wrapping
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient is there."""
+        return self.arrived == len(self.parameters)
 
 
 class DensePath:

@@ -6,14 +6,12 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.exchange.contract import ALL, start
@@ -21,6 +19,7 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.torch.clipping.local import LocalClipping
 from dgc_horovod.torch.gradients.collectives import (
+    BucketRun,
     Collectives,
     DensePath,
     Pending,
@@ -43,29 +42,6 @@ from dgc_horovod.torch.gradients.scaling import StepScale
 
 Parameter = torch.Tensor
 _NARROW = (torch.float16, torch.bfloat16)
-
-
-@dataclass
-class BucketRun:
-    """A bucket, its parameters in segment order, and its progress in the present step."""
-
-    engine: BucketEngine
-    parameters: tuple[Parameter, ...]
-    arrived: int = 0  # number of gradients
-    pending: Pending | None = None
-    finite: bool | None = None  # None until the ranks' messages are back
-    outputs: list[torch.Tensor] = field(default_factory=list)  # memory that the engine writes each update to
-    narrow: bool = False  # whether an update is converted to another dtype than fp32
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # streams that its gradients were computed on
-
-    def __post_init__(self) -> None:
-        self.sizes = [segment.numel for segment in self.engine.whole.segments]
-        self.device = self.parameters[0].device  # of all of them, at wrapping
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient is there."""
-        return self.arrived == len(self.parameters)
 
 
 class GradientExchange(OptimizerExchange):
@@ -123,6 +99,7 @@ class GradientExchange(OptimizerExchange):
         half = config.dense_values == "fp16"
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, self.dense_residuals, half)
         self._decays: Mapping[Parameter, float] = {}  # of this step
+        self._compressing: deque[BucketRun] = deque()  # buckets whose compression is under way, in order of launch
         self._launched: deque[BucketRun] = deque()  # buckets whose exchange is under way
         self._untaken = deque(self.runs)  # not sent in this step, for transports that need one order
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines get
@@ -179,6 +156,7 @@ class GradientExchange(OptimizerExchange):
                     self._dense_path.launch(p)
                 elif run.complete:
                     self._send(run)
+                    self.hand_on()
             except BaseException:  # the gradient was refused, and may come again
                 if run is not None:
                     run.arrived = arrived
@@ -211,15 +189,30 @@ class GradientExchange(OptimizerExchange):
         run.arrived = 0
 
     def _send(self, run: BucketRun, clip: float = 1.0) -> None:
-        """Compress and send a bucket whose gradients are complete, or added to the engine already."""
+        """Begin to compress a bucket whose gradients are complete, or added to the engine already; then `hand_on`."""
         engine = run.engine
         if run.complete:
             self._add_gradients(run)
         engine.clips = self.clipping.is_of_updates
-        message = self.compress(engine, clip, self._engine_scale())
-        run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), engine.bucket.name)
-        self._go_on()
-        self._launched.append(run)
+        self.begin_compress(engine, clip, self._engine_scale())
+        self._compressing.append(run)
+
+    def hand_on(self, waits: bool = False) -> None:
+        """Start the exchange of every bucket whose message is there, in the order in which compression began.
+
+        Which messages are there depends on the speed of this rank's device. Where collectives match by their order,
+        the order must not: messages keep theirs, and no other collective of a step (small tensors, norms, second
+        moments, further rounds) is started before all of them, as each is preceded by a call that waits.
+
+        Args:
+            waits: whether to wait for all messages.
+        """
+        while self._compressing and (waits or self._compressing[0].engine.ready):
+            run = self._compressing.popleft()
+            message, bucket = self.message(run.engine), run.engine.bucket
+            run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), bucket.name)
+            self._go_on()
+            self._launched.append(run)
 
     def _go_on(self) -> None:
         """Start the next round of every bucket whose present round is done, while the backward pass goes on."""
@@ -241,9 +234,9 @@ class GradientExchange(OptimizerExchange):
         while self._untaken and self._untaken[0].complete:
             self._send(self._untaken[0])
             self._untaken.popleft()
+            self.hand_on()
         if not self._untaken and self._dense_path.complete:
-            self._dense_path.launch_all()
-            self._share_norms()
+            self._send_others()
 
     def _take_all(self) -> None:
         """Clip and send all gradients after the last one has come: the norm needs every gradient."""
@@ -267,6 +260,13 @@ class GradientExchange(OptimizerExchange):
     def _send_all(self, clip: float) -> None:
         for run in self.runs:
             self._send(run, clip)
+            self.hand_on()  # a device is given all buckets before the host waits for the first
+        self._send_others(clip)
+
+    def _send_others(self, clip: float = 1.0) -> None:
+        """Start the collectives that follow the last bucket."""
+        if self._dense_path.names or self._shares_norms:
+            self.hand_on(waits=True)
         self._dense_path.launch_all(clip)
         self._share_norms()
 
@@ -278,6 +278,7 @@ class GradientExchange(OptimizerExchange):
     # -- gradients out
 
     def _dense_result(self, p: Parameter) -> torch.Tensor:
+        self.hand_on(waits=True)
         return self._dense_path.result(p)
 
     def _result(self, p: Parameter, run: BucketRun, i: int) -> torch.Tensor:
@@ -299,7 +300,11 @@ class GradientExchange(OptimizerExchange):
             self._launched.popleft()
 
     def share_second(self) -> None:
-        """Start the allreduce of the measurements of second moments, once, after all gradients are added."""
+        """Hand on all messages, then start the allreduce of the measurements of second moments, once.
+
+        Ranks of one process that take turns call it after their last gradient, before any of them waits for a result.
+        """
+        self.hand_on(waits=True)
         message = self.adam.message() if self._sums is None else None
         if message is not None:
             name = f"second moments {self.adam.step % INTERVAL}"  # one length for each name: Horovod caches them
@@ -314,9 +319,10 @@ class GradientExchange(OptimizerExchange):
     @property
     def arrived(self) -> bool:
         """Whether all collectives under way are done."""
+        self.hand_on()
         self._go_on()
         pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums]
-        return all(each is None or self.collectives.done(each) for each in pending)
+        return not self._compressing and all(each is None or self.collectives.done(each) for each in pending)
 
     def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Add the memory of the bucket's i-th update to `outputs`: that of `grad` if possible, else new memory.
@@ -366,6 +372,11 @@ class GradientExchange(OptimizerExchange):
         self._taken.clear()
         self._scale_now.forget()
         self._dense_path.clear()
+
+    def rollback(self) -> None:
+        """See `OptimizerExchange`; it waits for messages that are under way, and they are not handed on."""
+        super().rollback()
+        self._compressing.clear()
 
     def abandon(self) -> None:
         """Give up the present step, if there is one, before a change of weights."""

@@ -13,8 +13,8 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
-from dgc_horovod.torch.gradients.exchange import BucketRun, GradientExchange, Parameter
+from dgc_horovod.torch.gradients.collectives import BucketRun, Collectives, Pending, ReduceSettings
+from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
 from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.wire.bucket import PADDING
 
@@ -175,6 +175,7 @@ class NodeGradientExchange(GradientExchange):
             self._averaged.popleft()
             self._add_slice(run, self._node.take(averaging))
             self._send(run)
+            self.hand_on()
 
     def _clip_and_launch(self) -> None:
         """Clip the node's complete gradient, the same on all of its workers, and send it."""
