@@ -30,14 +30,14 @@ COMMANDS = {
 }
 REPORT = "--report"
 _REPORT = "a page (HTML) of what the job did, made of the metrics file"
-# What the doctor and the plan are told
-ESTIMATE = {"--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS", "--workers-per-node": "G"}
-PLAN = {"--model": "MODULE:FUNCTION", "--latency-ms": "MS", "--plot": "FILE"}
+# Arguments of the plan
+PLAN = {
+    "--model-size": "SIZE", "--model": "MODULE:FUNCTION", "--step-ms": "MS", "--link-gbps": "GBPS",
+    "--latency-ms": "MS", "--workers-per-node": "G", "--plot": "FILE",
+}  # fmt: skip
 A_JOB = "a job"
 # What reads them
-TOLD = (((REPORT,), (A_JOB, "--show-config")), (ESTIMATE, ("--doctor", "--plan")), (PLAN, ("--plan",)))
-_ESTIMATE = "with --doctor and -np, or with --plan"
-_PLAN = "with --plan"
+TOLD = (((REPORT,), (A_JOB, "--show-config")), (PLAN, ("--plan",)))
 _DESCRIPTION = "Everything that horovodrun does, with the gradients compressed on the way. Scripts stay as they are."
 _USAGE = """dgcrun -np N [-H HOST:SLOTS,...] [--dgc | --compression METHOD] [options] COMMAND
        dgcrun [--dgc | --compression METHOD] [options] torchrun ..."""
@@ -137,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
             _add(one_of if variable is envvars.COMPRESSION else ours, variable)
         for flag in COMMANDS:
             ours.add_argument(flag, action=_Command)
-        for flag, metavar in {REPORT: "PAGE", **ESTIMATE, **PLAN}.items():
+        for flag, metavar in {REPORT: "PAGE", **PLAN}.items():
             ours.add_argument(flag, metavar=metavar)
         self._ours = len(self._actions)
 
@@ -209,8 +209,7 @@ def help_text(horovods: Sequence[str]) -> str:
     lines += ["", "instead of a job"]
     for flag, meaning in COMMANDS.items():
         lines += _row(flag, meaning)
-    for told, meaning in ((ESTIMATE, _ESTIMATE), (PLAN, _PLAN)):
-        lines += _row(" ".join(f"{flag} {metavar}" for flag, metavar in told.items()), meaning)
+    lines += _row("with --plan", " ".join(f"{flag} {metavar}" for flag, metavar in PLAN.items()))
     lines += ["", "Horovod's own (horovodrun --help explains them)"]
     lines += textwrap.wrap(
         " ".join(horovods), _width(), initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False

@@ -316,8 +316,11 @@ raise ValueError("of the script")
         (["-np", "2", "--config-file", "/nowhere.yaml", *TORCH], "No such file or directory: .*/nowhere.yaml"),
         (["-np", "2", "--dgc"], "no command was given"),
         (["-np", "2", "--dgc", "/usr/bin/env", "python0.0", "x.py"], "nothing was started"),
-        (["--doctor", "--model-size", "25M"], "go together"),
-        (["--doctor", "--model-size", "abc"], "--model-size must be a whole number .* got 'abc'"),
+        (["--plan", "--model-size", "25M"], "--plan needs --step-ms"),
+        (
+            ["--plan", "--step-ms", "9", "--link-gbps", "1", "--model-size", "abc"],
+            "--model-size must be a whole number .* got 'abc'",
+        ),
     ],
 )
 def test_errors_before_anything_is_started(words, said):

@@ -138,6 +138,13 @@ def test_one_worker_exchanges_nothing():
         assert alone.network_seconds == 0 and alone.card_bytes == 0
 
 
+@pytest.mark.parametrize("elements, least, most", [(25_600_000, 0.8, 1.0), (138_400_000, 4.5, 5.5)])
+def test_dense_takes_as_long_as_was_measured_on_two_hosts(elements, least, most):
+    config = DGCConfig()
+    found = cost(DENSE, tensors(elements, config), config, Cluster(2, GIGABIT), Machine(0.18))
+    assert least < found.network_seconds < most and found.card_bytes == pytest.approx(4 * elements, rel=1e-6)
+
+
 def test_what_hides():
     """At most 2/3 of the computing, and never the last bucket; nothing where a norm is needed first."""
     of = lambda config: cost("flat", tensors(10**8, config), config, Cluster(64, GIGABIT), MACHINE)  # noqa: E731

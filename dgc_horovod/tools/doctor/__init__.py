@@ -1,1 +1,1 @@
-"""`dgcrun --doctor`: problems of the installation, and whether compression pays."""
+"""`dgcrun --doctor`: problems of the installation and the hosts, and the speed of their links."""

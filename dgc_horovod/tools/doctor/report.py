@@ -1,4 +1,4 @@
-"""``dgcrun --doctor``: problems that would stop or slow a compressed job here, and whether compression pays.
+"""``dgcrun --doctor``: problems that would stop or slow a compressed job here, and the speed of the links.
 
 `diagnoses` judges the facts that are found here. Frameworks are imported in child processes: one that crashes or hangs
 is a finding.
@@ -14,17 +14,15 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from dgc_horovod import envvars
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.marked import marked
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
-from dgc_horovod.tools.doctor import estimate, link
+from dgc_horovod.tools.doctor import link
 from dgc_horovod.tools.doctor.diagnoses import (
     BAD,
     Facts,
@@ -35,10 +33,7 @@ from dgc_horovod.tools.doctor.diagnoses import (
     judge_kernels,
     judge_links,
 )
-from dgc_horovod.tools.doctor.estimate import Estimate, price, show
 from dgc_horovod.tools.doctor.link import Link
-from dgc_horovod.tools.plan.command import to_price
-from dgc_horovod.tools.plan.measure import measured
 
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
@@ -103,28 +98,19 @@ def run(args: Namespace, job: Job, ssh: Ssh) -> int:
     """
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
     interpreter = hosts.interpreter_of(args.command) or sys.executable
-    return diagnose(hosts.host_slots(args), interpreter, ssh, job, estimate.asked(args, job))
+    return diagnose(hosts.host_slots(args), interpreter, ssh)
 
 
-def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | None) -> int:
+def diagnose(slots: str, interpreter: str, ssh: Ssh) -> int:
     """Print the findings; returns 1 if one would stop a compressed job, else 0.
 
     Args:
         slots: hosts and their slots, ``a:8,b:8``; "" for this host.
         interpreter: Python that the job runs.
         ssh: way in which the other hosts are reached.
-        job: resolved settings of the job.
-        plan: model and step for the estimate of the gain; None: not asked.
-
-    Raises:
-        ConfigError: the plan needs a link, and none was given or measured; or the job cannot be priced.
     """
-    if plan is not None:
-        to_price(job, "--doctor")  # raises its errors before anything is examined
     names = hosts.names_of(slots) or ["localhost"]
     remote = [name for name in names if hosts.is_remote(name)]
-    if plan is not None and plan.link_bits is None and not remote:
-        raise ConfigError("there is only this host, so no link to measure; give the plan its link with --link-gbps 1")
     findings = _say("environment", judge_environment(envvars.environment()))
     facts = _probe(interpreter)
     findings += _say("Horovod", judge_horovod(facts))
@@ -133,19 +119,15 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh, job: Job, plan: Estimate | 
     findings += _say("hosts", judge_hosts(reports))
     fit = {report.host for report in reports if not report.problem}
     links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
-    if remote or plan is None:
-        findings += _say("links", judge_links(links, bool(remote)))
+    findings += _say("links", judge_links(links, bool(remote)))
     bad = sum(finding.mark == BAD for finding in findings)
     print(f"\n{f'{bad} of the findings, marked BAD,' if bad else 'nothing here'} would stop a compressed job")
-    if plan is not None:
-        _say_whether_it_pays(_with_link(plan, links), job)
-    else:
-        sizes = hosts.sizes_of(slots)
-        one, alike = max(sizes, default=1), len(set(sizes)) == 1
-        fits = alike and len(sizes) > 1
-        rest = f"-np {sum(sizes) if fits else 2 * one}" if remote else "-np 16 --link-gbps 1"
-        rest += f" --workers-per-node {one}" * (bool(remote) and not alike)
-        print(f"whether it pays for your model: add --model-size 25.6M --step-ms 180 {rest}")
+    rates = [min(each.there_bits, each.back_bits) / PAYLOAD / 1e9 for each in links if not each.problem]
+    link_gbps, workers = f"{min(rates, default=1.0):.3g}", max(hosts.sizes_of(slots), default=1)
+    print(
+        "whether it pays for your model: dgcrun --plan --model-size 25.6M --step-ms 180 "
+        f"--link-gbps {link_gbps} --workers-per-node {workers}"
+    )
     return 1 if bad else 0
 
 
@@ -161,21 +143,6 @@ def _say(title: str, findings: list[Finding]) -> list[Finding]:
 def _wrapped(text: str, first: str) -> str:
     wrapper = textwrap.TextWrapper(_COLUMNS, first, " " * 8, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text)
-
-
-def _say_whether_it_pays(plan: Estimate, job: Job) -> None:
-    method, config = job.method if job.config is not None else "dgc", to_price(job, "--doctor")
-    rows = price(plan, config, method, measured(plan.machine, plan.elements, config))
-    print(f"\ndoes it pay? an estimate\n{textwrap.indent(show(plan, config, rows), '  ')}")
-
-
-def _with_link(plan: Estimate, links: Sequence[Link]) -> Estimate:
-    if plan.link_bits is not None:
-        return plan
-    rates = [min(each.there_bits, each.back_bits) for each in links if not each.problem]
-    if not rates:
-        raise ConfigError("no link could be measured; give the plan its link with --link-gbps 1")
-    return replace(plan, link_bits=min(rates) / PAYLOAD)
 
 
 # -- facts

@@ -41,9 +41,9 @@ def run(args: Namespace, job: Job) -> int:
         raise ConfigError(f"--plan needs --step-ms, --link-gbps, and --model-size or --model, e.g. {_EXAMPLE}")
     if args.plot:
         show.check_file(Path(args.plot))
-    config = to_price(job, "--plan")
+    config = _priced(job)
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
-    computing, cluster = number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
+    computing, cluster = _number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
     specs = _specs(args, config)
     elements = sum(spec.numel for spec in specs)
     machine = Machine(computing).over_gloo() if args.use_gloo else Machine(computing)
@@ -64,12 +64,8 @@ def run(args: Namespace, job: Job) -> int:
     return 0
 
 
-def to_price(job: Job, command: str) -> DGCConfig:
+def _priced(job: Job) -> DGCConfig:
     """Return the settings to price: those of the job, or of dgc without compression; for auto with its density.
-
-    Args:
-        job: resolved settings of the job.
-        command: flag of the command that prices them.
 
     Raises:
         ConfigError: it has local steps, or auto would compress nothing.
@@ -77,18 +73,18 @@ def to_price(job: Job, command: str) -> DGCConfig:
     config = job.config or DGCConfig(**PRESETS["dgc"])
     if config.exchanges_weights:
         raise ConfigError(
-            f"{command} prices an exchange at every step, and local steps exchange every {config.local_steps} steps; "
+            f"--plan prices an exchange at every step, and local steps exchange every {config.local_steps} steps; "
             "leave local steps out"
         )
     if config.automatic and config.total_steps is not None and is_too_short(config.total_steps):
         raise ConfigError(
-            f"auto stays with the uncompressed exchange in a run of {config.total_steps:,} steps, so {command} has no "
+            f"auto stays with the uncompressed exchange in a run of {config.total_steps:,} steps, so --plan has no "
             "compression to price; leave --dgc-total-steps out, or pass --dgc"
         )
     return fitted(config)
 
 
-def number(flag: str, text: str, least: float = _LEAST) -> float:
+def _number(flag: str, text: str, least: float = _LEAST) -> float:
     """Return the number of a flag; `least` <= number <= 1e9, so that results are finite.
 
     Raises:
@@ -110,23 +106,23 @@ def _specs(args: Namespace, config: DGCConfig) -> Sequence[TensorSpec]:
 
 
 def _cluster(args: Namespace, config: DGCConfig) -> Cluster:
-    latency = number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
-    card = Link(number("--link-gbps", args.link_gbps) * 1e9, latency)
-    node_size = node_size_of(args, config)
+    latency = _number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
+    card = Link(_number("--link-gbps", args.link_gbps) * 1e9, latency)
+    node_size = _node_size(args, config)
     return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
 
 
-def node_size_of(args: Namespace, config: DGCConfig | None) -> int:
+def _node_size(args: Namespace, config: DGCConfig) -> int:
     """Return the workers behind a card: --workers-per-node, or those of each host if equal; else node_size, or 1.
 
     Args:
         args: Horovod's parsed arguments, with ours.
-        config: settings of the job; None without compression.
+        config: settings to price.
 
     Raises:
         ConfigError: there is no such number, or a node would be only a part of a host.
     """
-    nodes = config.node_size if config is not None and config.may_use_nodes else None
+    nodes = config.node_size if config.may_use_nodes else None
     host = _workers_a_host(args)
     if host is not None and nodes not in (None, host):
         raise ConfigError(
