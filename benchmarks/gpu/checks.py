@@ -186,11 +186,12 @@ def replicas(size: Size) -> None:
                     engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
                 packets.append(engine.compress(1.0, step, 0.01).payload.copy())
             for engine in engines:
-                assert engine.receive(np.concatenate(packets)) is None and engine.outcome.finite
+                assert engine.receive(np.concatenate(packets)) is None
                 outputs = [kernels.new(segment.numel) for segment in bucket.segments]
                 for i, target in enumerate(outputs):
                     engine.outputs.put(i, target)
                 engine.aggregate_into(1 / ranks)
+                assert engine.settle() and engine.outcome.finite
                 engine.commit()
                 updates.append(b"".join(kernels.to_host(target).tobytes() for target in outputs))
         assert len(set(updates)) == 1, f"step {step}"
@@ -231,12 +232,13 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
     """The elements of a packet, or that it is refused."""
     try:
         engine.receive(packet)
-        (elements,) = engine.exchange.contributions
         for i, segment in enumerate(engine.bucket.segments):
             engine.outputs.put(i, engine.kernels.new(segment.numel))
         engine.aggregate_into(1.0)
+        engine.settle()
     except CorruptPacket:
         return "refused"
+    (elements,) = engine.exchange.contributions
     return elements.positions.tobytes() + elements.values.tobytes()
 
 

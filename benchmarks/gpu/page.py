@@ -59,8 +59,7 @@ def model_table(rows: list[dict[str, Any]]) -> str:
         [
             row["model"], f"{row['numel']:,}", row["buckets"], f"{row['floor_ms']:.3f}", f"{row['compress']['ms']:.3f}",
             f"{row['compress']['ms'] / row['floor_ms']:.2f}×",
-            "" if row["launches"] is None else f"{row['launches']:.1f}",
-            "" if row["busy_ms"] is None else f"{row['busy_ms']:.3f}",
+            _figure(row.get("launches"), ".1f"), _figure(row.get("busy_ms"), ".3f"),
             *(f"{row[flow]['ms']:.2f} ({row[flow]['ms'] / row['compress']['ms']:.1f}×)"
               for flow in (TOPK, PUBLISHED, GAUSSIAN)),
         ]
@@ -85,10 +84,16 @@ def host_table(rows: list[dict[str, Any]]) -> str:
 def decode_table(rows: list[dict[str, Any]]) -> str:
     """Decode of eight packets."""
     lines = [
-        [row["model"], f"{row['decode']['ms']:.3f}", f"{row['decode']['ms'] / row['compress']['ms']:.2f}×"]
+        [row["model"], f"{row['decode']['ms']:.3f}", f"{row['decode']['ms'] / row['compress']['ms']:.2f}×",
+         _figure(row.get("decode_launches"), ".1f"), _figure(row.get("decode_busy_ms"), ".3f")]
         for row in rows
-    ]
-    return markdown(["decode of 8 packets", "ms", "times compress"], lines)
+    ]  # fmt: skip
+    return markdown(["decode of 8 packets", "ms", "times compress", "launches a bucket", "device busy, ms"], lines)
+
+
+def _figure(value: float | None, form: str) -> str:
+    """Format a figure; a dash if it was not measured."""
+    return "-" if value is None else format(value, form)
 
 
 def step_table(rows: list[dict[str, Any]]) -> str:

@@ -122,7 +122,9 @@ def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
     )
     row["launches"], row["busy_ms"] = _on_device(worker.compress, len(worker.engines), device)
     packets = [np.tile(message.payload, WORKERS) for message in worker.compress()]
-    row["decode"] = timed(partial(worker.receive, packets), device, runs)
+    decode = partial(worker.receive, packets)
+    row["decode"] = timed(decode, device, runs)
+    row["decode_launches"], row["decode_busy_ms"] = _on_device(decode, len(worker.engines), device)
     numels = [(gradient.numel(),) for gradient in worker.gradients.arrays]
     for flow in FLOWS:
         baseline = flow(numels, DENSITY, MOMENTUM, device)

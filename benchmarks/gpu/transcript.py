@@ -125,6 +125,7 @@ def _applied(kernels: Any, engine: BucketEngine, shift: int) -> list[bytes]:
     for i, target in enumerate(outputs):
         engine.outputs.put(i, target)
     engine.aggregate_into(1 / engine.workers)
+    engine.settle()
     if not engine.outcome.finite:
         engine.rollback()
     states = (engine.state.v, engine.state.u, engine.state.remainder)

@@ -156,13 +156,15 @@ class Model:
             self.gradients.advance()
 
     def receive(self, packets: Sequence[np.ndarray]) -> None:
-        """Decode all ranks' packets of every bucket into the gradients' memory."""
+        """Decode all ranks' packets of every bucket into the gradients' memory; a device is waited for once."""
         arrays = iter(self.gradients.arrays)
         for engine, packet in zip(self.engines, packets, strict=True):
             engine.receive(packet)
             for i in range(len(engine.bucket.segments)):
                 engine.outputs.put(i, next(arrays))
             engine.aggregate_into(1 / engine.workers)
+        for engine in self.engines:
+            engine.settle()
 
 
 def compiled(source: str) -> ctypes.CDLL:

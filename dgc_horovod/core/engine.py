@@ -2,9 +2,8 @@
 
 The engine holds the state of this rank: the residual v and the momentum u. `BucketEngine.begin_compress` turns a
 bucket's gradients into one message, which `message` waits for. The adapter runs the collectives and passes their
-results to `BucketEngine.receive`.
-`BucketEngine.aggregate_into` then computes the update, or `BucketEngine.rollback` undoes the step. The collectives of
-a message are defined in `exchange`.
+results to `BucketEngine.receive`. `BucketEngine.aggregate_into` then computes the update and `BucketEngine.settle`
+completes it, or `BucketEngine.rollback` undoes the step. The collectives of a message are defined in `exchange`.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class BucketEngine:
         self._step = self._round = 0
         self._has_momentum = self.adds_directions = False  # this step: momentum; directions in place of gradients
         self.in_join = self.clips = False  # flags of messages: this rank is in join; its script clips updates
-        self.outcome = Outcome()  # of the last completed exchange
+        self.outcome = Outcome()  # of the last step that `settle` has completed
 
     # -- sending
 
@@ -332,10 +331,10 @@ class BucketEngine:
         """Check the result of the present round. An error leaves u and v unchanged.
 
         Args:
-            received: result of the round, flat, of the round's dtype; kept until the next call.
+            received: result of the round, flat, of the round's dtype; kept until the next call or `settle`.
 
         Returns:
-            The buffer of the next round; None after the last, when `outcome` is set.
+            The buffer of the next round; None after the last.
 
         Raises:
             CorruptPacket, RankMismatch: on every rank, see `Exchange.proceed`.
@@ -347,22 +346,24 @@ class BucketEngine:
             exchange.rollback()
             raise
         self._round += 1
-        if buffer is None:
-            self.outcome = exchange.outcome
         return buffer
 
-    def aggregate_into(self, scale: float) -> bool:
+    def aggregate_into(self, scale: float) -> None:
         """``update = scale * sum over ranks of the sent elements``, with the same bits on every rank.
 
-        The update is written to `outputs`, which must have an array for each segment.
+        The update is written to `outputs`, which must have an array for each segment. A device only begins to.
 
         Args:
             scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
+        """
+        self.exchange.aggregate_into(self.outputs, scale)
 
-        Returns:
-            Whether every element is finite.
+    def settle(self) -> bool:
+        """Complete `aggregate_into`, and set `outcome`; return whether every element of the update is finite.
 
         Raises:
-            CorruptPacket: on every rank, where packets are decoded on a device.
+            CorruptPacket, RankMismatch: on every rank, where packets are checked on a device; u and v are unchanged.
         """
-        return self.exchange.aggregate_into(self.outputs, scale)
+        finite = self.exchange.settle()
+        self.outcome = self.exchange.outcome
+        return finite

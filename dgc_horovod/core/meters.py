@@ -71,9 +71,12 @@ class Meters:
         self.of[engine].decoded()
 
     def aggregated(self, engine: BucketEngine) -> None:
-        """Record that the elements of all ranks are summed."""
+        """Record that the elements of all ranks are summed, or that a device has begun to."""
         self.of[engine].decoded()
-        self.diagnostics.aggregated(engine)
+
+    def settled(self, engine: BucketEngine) -> None:
+        """Record that the update is complete."""
+        self.diagnostics.settled(engine)
 
     def _count(self, engine: BucketEngine, collective: Round) -> None:
         place, traffic = engine.topology, self.counts.traffic
@@ -142,7 +145,7 @@ class Diagnostics:
             with self._looking():
                 self._residual += engine.kernels.sums(engine.state.v)[1]
 
-    def aggregated(self, engine: BucketEngine) -> None:
+    def settled(self, engine: BucketEngine) -> None:
         """Sample the overlap of all ranks' messages. Cost: another decoding and a sort of positions."""
         senders, sent = engine.topology.nodes, engine.sent_positions.size
         if not self._looks or engine.bucket.uncompressed or engine.exchange.keeps_remainder or senders == 1:

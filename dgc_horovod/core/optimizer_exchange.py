@@ -33,8 +33,8 @@ class OptimizerExchange:
     """The engines of one optimizer and their common steps.
 
     An adapter subclasses it, converts tensors to arrays, starts collectives and waits for them. A step is `begin`, with
-    its `accumulations`; for each bucket `add_gradient`, `begin_compress`, `message`, `receive` after every round and
-    `aggregate`; then `end`. Several buckets may be between `begin_compress` and `message`.
+    its `accumulations`; for each bucket `add_gradient`, `begin_compress`, `message`, `receive` after every round,
+    `aggregate` and `settle`; then `end`. Several buckets may be between `begin_compress` and `message`.
 
     Args:
         specs: name, shape and boundary of every exchanged tensor, in the model's order.
@@ -178,17 +178,18 @@ class OptimizerExchange:
         self.meters.received(engine, sends=buffer is not None)
         return buffer
 
-    def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> bool:
-        """Sum the elements of all ranks into the outputs of `engine`; return whether the update is finite.
-
-        Args:
-            engine: engine of this exchange, after its last round.
-            loss_scale: factor of the gradients, > 0, see `compress`.
-        """
+    def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> None:
+        """`BucketEngine.aggregate_into`, after the last round; `loss_scale` as in `compress`."""
         self.meters.decoding(engine)
         with self.counts.traffic.timing("decoding"):
-            finite = engine.aggregate_into(self.mean_scale * loss_scale) and engine.outcome.finite
+            engine.aggregate_into(self.mean_scale * loss_scale)
         self.meters.aggregated(engine)
+
+    def settle(self, engine: BucketEngine) -> bool:
+        """`BucketEngine.settle`, after `aggregate` of all buckets; return whether gradients and update are finite."""
+        with self.counts.traffic.timing("decoding"):
+            finite = engine.settle() and engine.outcome.finite
+        self.meters.settled(engine)
         return finite
 
     def clip_factor(self, other_squares: float = 0.0) -> float:

@@ -139,12 +139,12 @@ class Outcome:
 class Exchange(Protocol):
     """One bucket's exchange at one density: message layout, flags, bytes and aggregation.
 
-    Call ``begin``, then ``proceed`` with the result of each of `rounds`, then ``aggregate_into``, once or more;
-    ``commit`` or ``rollback`` ends the step. After an error call ``rollback``.
+    Call ``begin``, then ``proceed`` with the result of each of `rounds`, then ``aggregate_into``, once or more, and
+    ``settle``; ``commit`` or ``rollback`` ends the step. After an error call ``rollback``.
 
     Attributes:
         rounds: collectives of the exchange, in order.
-        outcome: outcome of the last step that has completed all rounds.
+        outcome: outcome of the last step, after ``settle``.
         keeps_remainder: whether a rank keeps a part of the elements it receives, in `State.remainder`.
     """
 
@@ -178,7 +178,7 @@ class Exchange(Protocol):
 
         Args:
             number: index of the round, from 0.
-            received: result of the round, flat; kept until the next call.
+            received: result of the round, flat; kept until the next call, that of the last round until ``settle``.
             step: schedule step, see `begin`.
 
         Raises:
@@ -187,15 +187,19 @@ class Exchange(Protocol):
                 last round inside a node is seen on that node only; other nodes time out after DGC_TIMEOUT.
         """
 
-    def aggregate_into(self, outputs: Any, scale: float) -> bool:
-        """``update = scale * sum over ranks``, in one order on every rank; return whether every element is finite.
+    def aggregate_into(self, outputs: Any, scale: float) -> None:
+        """``update = scale * sum over ranks``, in one order on every rank. On a device it is started, without a wait.
 
         Args:
             outputs: outputs of the kernels, one for each segment.
             scale: factor of the sum: 1/N for the mean, 1 for the sum, times the loss scale.
+        """
+
+    def settle(self) -> bool:
+        """Complete ``aggregate_into``; return whether every element of the update is finite.
 
         Raises:
-            CorruptPacket: on every rank, where packets are decoded on a device.
+            CorruptPacket, RankMismatch: on every rank, where packets are checked and decoded on a device.
         """
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dgc_horovod.errors import CorruptPacket, RankMismatch
+from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
 from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Outcome, Round, Sending
 from dgc_horovod.kernels.contract import Elements, Kernels, Outputs, Sender, State
 from dgc_horovod.wire.bucket import Bucket
@@ -79,7 +79,7 @@ class CodedExchange:
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         self.rounds = self.rounds_of(wire, workers)
-        self.outcome = Outcome()
+        self.outcome, self._finite = Outcome(), True
         self._bucket, self._wire, self._kernels, self._workers = bucket, wire, kernels, workers
         self._writer = PacketWriter(wire, kernels.coder, bucket.uncompressed)  # it sends all elements or none
         self._coder = self._writer.coder
@@ -98,6 +98,9 @@ class CodedExchange:
     def _encode(self, elements: Elements, flags: int, step: int, draw: Draw) -> tuple[Elements, np.ndarray]:
         """`PacketWriter.write` into `_packet`."""
         return self._writer.write(elements, flags, step, draw, self._packet)
+
+    def settle(self) -> bool:
+        return self._finite
 
     @property
     def contributions(self) -> list[Elements]:
@@ -127,7 +130,7 @@ class AllgatherExchange(CodedExchange):
             Elements(np.empty(wire.capacity, np.int32), np.empty(wire.capacity, np.float32)) for _ in range(held)
         ]
         self._packets = np.empty((0, wire.nbytes), np.uint8)
-        self._counts = np.empty(0, np.int64)
+        self._counts, self._step = np.empty(0, np.int64), 0
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
@@ -144,24 +147,40 @@ class AllgatherExchange(CodedExchange):
         if received.size != self._workers * wire.nbytes:
             what = f"received {received.size} bytes, expected {self._workers} packets of {wire.nbytes}"
             raise different_sizes(wire.bucket, what)
-        self._packets = received.reshape(self._workers, wire.nbytes)
-        self._counts, flags = wire.read_headers(self._coder, self._packets, step)
-        self.outcome = outcome_of(flags)
-        if self._receiver is not None:  # it reports errors after `aggregate_into`, which changes no state
-            self._receiver.read(self._packets, self._counts)
-        else:
+        self._packets, self._step = received.reshape(self._workers, wire.nbytes), step
+        if self._receiver is None:  # else all of this is done after `aggregate_into`, which changes no state
+            self._counts, flags = wire.read_headers(self._coder, self._packets, step)
+            self.outcome = outcome_of(flags)
             for _ in self._groups(decoded=False):  # decode every packet before anything is changed
                 pass
 
-    def aggregate_into(self, outputs: Outputs, scale: float) -> bool:
+    def aggregate_into(self, outputs: Outputs, scale: float) -> None:
         if self._receiver is not None:
-            finite = self._receiver.aggregate_into(outputs, scale)
-            self._check()
-            return finite
-        finite = True
+            self._receiver.aggregate_into(self._packets, self._step, outputs, scale)
+            return
+        self._finite = True
         for number, group in enumerate(self._groups(decoded=self._held == self._workers)):
-            finite = self._kernels.aggregate_into(outputs, group, scale, fresh=number == 0) and finite
+            self._finite &= self._kernels.aggregate_into(outputs, group, scale, fresh=number == 0)
+
+    def settle(self) -> bool:
+        if self._receiver is None:
+            return self._finite
+        finite = self._receiver.settle()
+        if self._receiver.refused:
+            raise self._refusal(self._receiver.refused)
+        self.outcome = outcome_of(self._receiver.flags)
         return finite
+
+    def _refusal(self, ranks: list[int]) -> DGCError:
+        """Return the error for packets that the device refuses, as the host finds it."""
+        try:
+            counts, _ = self._wire.read_headers(self._coder, self._packets, self._step)
+            for rank in ranks:
+                memory = Elements(np.empty(counts[rank], np.int32), np.empty(counts[rank], np.float32))
+                self._wire.decode(self._coder, self._packets[rank], int(counts[rank]), rank, *memory)
+        except DGCError as error:
+            return error
+        return self._wire.corrupt(ranks[0], "damaged on its way to the device")
 
     def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
         """Yield the elements of all ranks in rank order, `_held` ranks at a time.
@@ -183,14 +202,8 @@ class AllgatherExchange(CodedExchange):
     @property
     def contributions(self) -> list[Elements]:
         if self._receiver is not None:
-            self._check()
             return self._receiver.contributions
         return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
-
-    def _check(self) -> None:
-        assert self._receiver is not None
-        for rank, problem in self._receiver.problems.items():
-            raise self._wire.corrupt(rank, f"invalid: {problem}")
 
 
 _STEP_MARK, _MARKS = 64, 3
@@ -238,5 +251,5 @@ class DensifiedExchange(CodedExchange):
         in_join, not_finite = divmod(int(flags), self._workers + 1)
         self._summed, self.outcome = received[:-_MARKS], Outcome(not_finite == 0, ranks_in_join=in_join)
 
-    def aggregate_into(self, outputs: Outputs, scale: float) -> bool:
-        return self._kernels.aggregate_dense(outputs, self._kernels.from_host(self._summed), scale)
+    def aggregate_into(self, outputs: Outputs, scale: float) -> None:
+        self._finite = self._kernels.aggregate_dense(outputs, self._kernels.from_host(self._summed), scale)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,15 @@ def rounds_of(between: Sequence[Round], nodes: int, node_size: int) -> tuple[Rou
     return (*(replace(each, group=BETWEEN) for each in between), around)
 
 
+@contextmanager
+def _named(local_rank: int) -> Iterator[None]:
+    """Add to an error whose packets it is about."""
+    try:
+        yield
+    except DGCError as error:
+        raise type(error)(f"{error} (rank numbers are node numbers, of local rank {local_rank})") from None
+
+
 class HierarchicalExchange:
     """One exchange for each slice of a bucket: this worker runs one and reads all. See `contract.Exchange`.
 
@@ -155,10 +165,21 @@ class HierarchicalExchange:
                 raise self._mismatch(f"the workers of local rank {local_rank} sent messages of different sizes")
         last = len(self.rounds) - 2
         for local_rank, (exchange, part) in enumerate(zip(self._exchanges, parts, strict=True)):
-            try:
+            with _named(local_rank):
                 exchange.proceed(last, part, step)
-            except DGCError as error:
-                raise type(error)(f"{error} (rank numbers are node numbers, of local rank {local_rank})") from None
+
+    def _mismatch(self, what: str) -> RankMismatch:
+        return different_sizes(self._bucket, what)
+
+    def aggregate_into(self, outputs: SlicedOutputs, scale: float) -> None:
+        for exchange, each in zip(self._exchanges, outputs.slices, strict=True):
+            exchange.aggregate_into(each, scale)
+
+    def settle(self) -> bool:
+        finite, slices = True, len(self._exchanges)
+        for local_rank, exchange in enumerate(self._exchanges):
+            with _named(local_rank):
+                finite &= exchange.settle()
         found = [exchange.outcome for exchange in self._exchanges]
         self.outcome = Outcome(
             all(each.finite for each in found),
@@ -167,13 +188,7 @@ class HierarchicalExchange:
             sum(each.ranks_that_clip for each in found),
             any(each.overflowed for each in found),
         )
-
-    def _mismatch(self, what: str) -> RankMismatch:
-        return different_sizes(self._bucket, what)
-
-    def aggregate_into(self, outputs: SlicedOutputs, scale: float) -> bool:
-        pairs = zip(self._exchanges, outputs.slices, strict=True)
-        return all([exchange.aggregate_into(each, scale) for exchange, each in pairs])
+        return finite
 
     @property
     def contributions(self) -> list[Elements]:

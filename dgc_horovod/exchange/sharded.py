@@ -179,7 +179,7 @@ class ShardedExchange:
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         self.rounds = self.rounds_of(wire, workers)
-        self.outcome = Outcome()
+        self.outcome, self._finite = Outcome(), True
         self._bucket, self._kernels, self._workers = bucket, kernels, workers
         self._shards, slot, shard = _form(wire, workers)
         self._slot = PacketWriter(slot, kernels.coder, bucket.uncompressed)
@@ -276,8 +276,11 @@ class ShardedExchange:
         self._received = found
         self.outcome = outcome_of(flags)
 
-    def aggregate_into(self, outputs: Outputs, scale: float) -> bool:
-        return self._kernels.aggregate_into(outputs, self._received, scale, fresh=True) and not self.outcome.overflowed
+    def aggregate_into(self, outputs: Outputs, scale: float) -> None:
+        self._finite = self._kernels.aggregate_into(outputs, self._received, scale, fresh=True)
+
+    def settle(self) -> bool:
+        return self._finite and not self.outcome.overflowed
 
     @property
     def contributions(self) -> list[Elements]:

@@ -234,22 +234,20 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """All ranks' packets of a bucket, decoded and added on a device."""
+    """All ranks' packets of a bucket, checked, decoded and added on a device.
 
-    def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
-        """Begin to decode packets whose headers have been checked.
+    Attributes:
+        flags, refused: after `settle`, flags of all packets, and the ranks whose packets are invalid.
+    """
 
-        Args:
-            packets: packets of all ranks, (ranks, nbytes) uint8.
-            counts: number of elements in each, (ranks,) int64.
-        """
+    flags: np.ndarray
+    refused: list[int]
 
-    def aggregate_into(self, outputs: Any, scale: float) -> bool:
-        """As `Kernels.aggregate_into` with `fresh`, of the packets of `read`. Valid only if there are no `problems`."""
+    def aggregate_into(self, packets: np.ndarray, step: int, outputs: Any, scale: float) -> None:
+        """Start `Kernels.aggregate_into` with `fresh`; `packets`, (ranks, nbytes) uint8, must be of step `step`."""
 
-    @property
-    def problems(self) -> dict[int, str]:
-        """Problem of each invalid packet, by rank; waits for the device if read before `aggregate_into`."""
+    def settle(self) -> bool:
+        """Wait; return whether every element is finite. The outputs are valid only if none is `refused`."""
 
     @property
     def contributions(self) -> list[Elements]:

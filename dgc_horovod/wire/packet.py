@@ -19,7 +19,7 @@ from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw, EliasFanoI
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2
 FLAG_NONFINITE, FLAG_JOINED, FLAG_CLIPS, FLAG_OVERFLOW = 1, 2, 4, 8
-_FLAGS = np.uint16(FLAG_NONFINITE | FLAG_JOINED | FLAG_CLIPS | FLAG_OVERFLOW)
+KNOWN_FLAGS = FLAG_NONFINITE | FLAG_JOINED | FLAG_CLIPS | FLAG_OVERFLOW
 
 HEADER = np.dtype(
     [
@@ -38,8 +38,9 @@ HEADER = np.dtype(
     ]
 )
 CHECKSUM_FACTOR = 0x9E3779B97F4A7C15
-CHECKSUM_WORD = HEADER.fields["checksum"][1] // 4  # type: ignore[index]
-# Problems that device coders report
+# Indices of words of the header; the flags are the upper half of theirs
+FLAGS_WORD, COUNT_WORD, CHECKSUM_WORD = (HEADER.fields[name][1] // 4 for name in ("flags", "count", "checksum"))  # type: ignore[index]
+# Problems that the native coder reports
 BAD_POSITIONS = "positions do not ascend within the bucket"
 BAD_VALUES = "values or scales that no sender writes"
 
@@ -172,7 +173,7 @@ class PacketFormat:
         different = ((packets[:, : HEADER.itemsize] != self.constants.view(np.uint8)) & self._agreed).any(axis=1)
         for rank in np.flatnonzero(different | (headers["step"] != step % 2**32)).tolist():
             raise self._mismatch(rank, headers[rank], step)
-        invalid = (headers["count"] > self.capacity) | ((headers["flags"] & ~_FLAGS) != 0)
+        invalid = (headers["count"] > self.capacity) | ((headers["flags"] & ~np.uint16(KNOWN_FLAGS)) != 0)
         for rank in np.flatnonzero(invalid).tolist():
             count, flags = headers["count"][rank], headers["flags"][rank]
             raise self.corrupt(rank, f"invalid: count {count} (at most {self.capacity}), flags {flags}")

@@ -42,7 +42,8 @@ def update_of(engine, scale=1.0):
     outputs = [as_array(kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.bucket.segments]
     for i, target in enumerate(outputs):
         engine.outputs.put(i, target)
-    finite = engine.aggregate_into(scale)
+    engine.aggregate_into(scale)
+    finite = engine.settle()
     update = np.concatenate([as_numpy(kernels, target) for target in outputs])
     assert finite == np.isfinite(update).all()
     return update
@@ -57,7 +58,7 @@ def exchange(engines, gradients, accumulation, step, density):
     payloads = [message.payload for message in messages]
     for engine, received in zip(engines, carry(messages[0].round, payloads), strict=True):
         assert engine.receive(received.copy()) is None
-    finite = {engine.outcome.finite for engine in engines}
+    finite = {engine.exchange.outcome.finite for engine in engines}  # on the host it is known before `settle`
     assert len(finite) == 1
     return messages, finite.pop()
 

@@ -29,6 +29,7 @@ _KINDS = {
     ),
     **dict.fromkeys(("gradients", "factors", "outputs", "vectors"), "*i64"),
     "sums": "*fp64",
+    "totals": "*i64",
     **dict.fromkeys(
         ("numel", "max_candidates", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
          "high_at", "bits", "chunks", "ranks"), "i32"),
@@ -50,7 +51,7 @@ KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (select.gather, 4, [{}]),
     (encode.encode, 4, [{"LOW": low, "CODEC": codec} for codec in _CODECS for low in _LOW]),
     (encode.update_residual, 4, [{"MASKS": masks, "NARROW": narrow} for masks, narrow in ((0, 0), (1, 0), (1, 1))]),
-    (decode.count_ones, 4, [{}]),
+    (decode.survey, 4, [{}]),
     (decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
     (decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
     (accumulate.chunk_sums, 4, [{}]),

@@ -62,7 +62,8 @@ def stepped(ranks, gradient, scale=1.0, nan_on=None):
     for each, engine in zip(ranks, engines, strict=True):
         updates.append(np.empty(NUMEL, np.float32))
         engine.outputs.put(0, updates[-1])
-        finite = each.aggregate(engine, scale)
+        each.aggregate(engine, scale)
+        finite = each.settle(engine)
         applied.append(each.ending.judge(finite, True, lambda: scale))
         each.close(applied[-1])
     assert len(set(applied)) == 1 and len({update.tobytes() for update in updates}) == 1

@@ -167,6 +167,8 @@ def test_updates_in_the_memory_of_gradients_are_the_same_bits(backend, density):
         assert [p.tobytes() for p in payloads] == [m.payload.tobytes() for m in expected_messages]
         combined = carry(messages[0].round, payloads)[0]
         for engine, other, own in zip(ours, plain, parts, strict=True):
-            assert engine.receive(combined.copy()) is None and engine.outcome.finite and engine.aggregate_into(0.2)
+            assert engine.receive(combined.copy()) is None
+            engine.aggregate_into(0.2)
+            assert engine.settle() and engine.outcome.finite
             found = np.concatenate([as_numpy(backend, part) for part in own])
             assert found.tobytes() == update_of(other, 0.2).tobytes()

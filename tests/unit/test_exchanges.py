@@ -98,7 +98,8 @@ def exchanged(engines, gradients, step):
         outputs = [as_array(engine.kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.whole.segments]
         for i, output in enumerate(outputs):
             engine.outputs.put(i, output)
-        assert engine.aggregate_into(1.0)
+        engine.aggregate_into(1.0)
+        assert engine.settle()
         updates.append(np.concatenate([as_numpy(engine.kernels, output) for output in outputs]))
     return updates
 

@@ -35,6 +35,14 @@ def exchange_of(kernels, numel: int, density: float) -> OptimizerExchange:
     return OptimizerExchange([TensorSpec("w", (numel,))], config, lambda name: kernels, 0, 1, True, Traffic())
 
 
+def taken(exchange: OptimizerExchange, received: np.ndarray) -> bool:
+    """Whether what came back of the one bucket makes a finite update."""
+    (engine,) = exchange.engines
+    assert exchange.receive(engine, received) is None
+    exchange.aggregate(engine)
+    return exchange.settle(engine)
+
+
 @each_backend
 @pytest.mark.parametrize("numel", [1, 100, 4096, 4097, 50_000])
 def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
@@ -49,7 +57,7 @@ def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
         last_sent[engine.sent.positions] = step + 1
         least = float(np.abs(engine.sent.values).min())
         engine.outputs.put(0, kernels.new(numel))
-        assert exchange.receive(engine, message.payload) is None and exchange.aggregate(engine)
+        assert taken(exchange, message.payload)
         exchange.close(True)
     (found,) = exchange.meters.bucket_stats()
     v = kernels.to_host(engine.state.v)
@@ -71,7 +79,7 @@ def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
     for finished in (True, False):
         engine.add_gradient(0, as_array(kernels, np.ones(100, np.float32)), MomentumCorrection(0.9, False))
         engine.outputs.put(0, kernels.new(100))
-        assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
+        assert taken(exchange, exchange.compress(engine).payload)
         if finished:
             exchange.close(True)
     stats = exchange.counts.stats()
@@ -99,7 +107,7 @@ def test_a_step_that_is_looked_at_has_norms_and_overlap_of_what_was_sent(kernels
     shared = [len(a & b) / len(a) for i, a in enumerate(chosen) for j, b in enumerate(chosen) if i != j]
     for exchange, gradient in zip(ranks, gradients, strict=True):
         (engine,) = exchange.engines
-        assert exchange.receive(engine, np.concatenate(messages)) is None and exchange.aggregate(engine)
+        assert taken(exchange, np.concatenate(messages))
         exchange.close(True)
         figures, v = exchange.counts.figures, kernels.to_host(engine.state.v)
         assert figures["gradient_norm"] == pytest.approx(0.5 * float(np.linalg.norm(gradient.astype(np.float64))))
@@ -125,7 +133,7 @@ def test_steps_are_looked_at_rarely_and_a_skipped_one_leaves_no_figures():
             exchange.meters.diagnostics = Diagnostics(seconds)
         engine.add_gradient(0, as_array(BACKENDS[0], np.ones(1000, np.float32)), MomentumCorrection(0.9, False))
         engine.outputs.put(0, BACKENDS[0].new(1000))
-        assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
+        assert taken(exchange, exchange.compress(engine).payload)
         exchange.close(finite)
         assert bool(exchange.counts.figures) == finite
     assert reads == 2, "of three steps the third came too early"
@@ -142,7 +150,7 @@ def test_staleness_is_the_steps_between_two_sendings():
         gradient[step % turns :: turns] = 1
         engine.add_gradient(0, as_array(kernels, gradient), ErrorFeedback())
         engine.outputs.put(0, kernels.new(numel))
-        assert exchange.receive(engine, exchange.compress(engine).payload) is None and exchange.aggregate(engine)
+        assert taken(exchange, exchange.compress(engine).payload)
         exchange.close(True)
     waits = exchange.meters.of[engine].waits
     assert set(waits[numel:].tolist()) == {turns} and waits.size == 3 * numel

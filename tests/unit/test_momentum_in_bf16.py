@@ -39,7 +39,7 @@ def test_a_momentum_that_is_finite_stays_finite(kernels):
     engine = BucketEngine(Bucket(0, (Segment("p", 0, 64),)), config, kernels, 0, 1)
     engine.add_gradient(0, as_array(kernels, g), MomentumCorrection(0.9))
     engine.receive(engine.compress(1.0, 0, 0.1).payload)
-    assert engine.outcome.finite
+    assert engine.exchange.outcome.finite
     u = as_numpy(kernels, engine.state.u)
     assert np.isfinite(u).all() and u.tobytes() == widened(rounded(g)).tobytes()
 

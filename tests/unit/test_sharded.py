@@ -46,6 +46,7 @@ def stepped(engines, gradients, step=0, density=0.01, commits=True):
         for i, output in enumerate(outputs):
             engine.outputs.put(i, output)
         engine.aggregate_into(1.0)
+        engine.settle()
         if commits:
             engine.commit()
         updates.append(np.concatenate([as_numpy(engine.kernels, output) for output in outputs]))

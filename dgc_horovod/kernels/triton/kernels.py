@@ -15,7 +15,7 @@ from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs, sum_str
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import chunk_sums
-from dgc_horovod.kernels.triton.memory import EXACT, addresses, check_that_it_runs, using
+from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
 from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike, seen, thresholds_of
 from dgc_horovod.wire.bucket import Bucket
@@ -60,6 +60,7 @@ class TritonKernels(TorchEagerKernels):
         if coder is not None:
             self.coder = coder
         check_that_it_runs(self.device)
+        self._fence = Fence(self.device)
 
     def gradients(self, bucket: Bucket) -> TritonGradients:
         return TritonGradients(bucket, self)
@@ -120,7 +121,7 @@ class TritonKernels(TorchEagerKernels):
             return None
         if wire.low_bits > _MOST_LOW_BITS:  # so few elements that one program would have to zero most of the bucket
             return None
-        return TritonReceiver(bucket, wire, ranks, self.device)
+        return TritonReceiver(bucket, wire, ranks, self.device, self._fence)
 
 
 def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:

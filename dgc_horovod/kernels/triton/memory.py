@@ -196,6 +196,37 @@ class Arrival:
             self._event.synchronize()
 
 
+def _wait_for_stream(stream: torch.cuda.Stream | None) -> None:
+    if stream is not None:
+        stream.synchronize()
+
+
+class Fence:
+    """Waits for launches on a device: one wait covers all launches before it.
+
+    Args:
+        device: device of the launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._marked, self._passed = device, 0, 0
+        self._streams: set[torch.cuda.Stream | None] = set()  # with launches since the last wait
+
+    def mark(self) -> int:
+        """Mark the launches so far on the current stream; return the mark for `wait`."""
+        self._streams.add(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
+        self._marked += 1
+        return self._marked
+
+    def wait(self, mark: int) -> None:
+        """Wait for the launches before `mark`, unless an earlier wait has covered them."""
+        if mark > self._passed:
+            for stream in self._streams:
+                _wait_for_stream(stream)
+            self._streams.clear()
+            self._passed = self._marked
+
+
 def check_that_it_runs(device: torch.device) -> None:
     """Launch a test kernel: Triton needs a C compiler for its launcher, and does not support every GPU.
 

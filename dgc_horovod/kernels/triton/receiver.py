@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 import triton
@@ -9,30 +11,28 @@ import triton
 from dgc_horovod.kernels.composed import ListedOutputs
 from dgc_horovod.kernels.contract import Elements
 from dgc_horovod.kernels.triton.decode import (
-    BAD_POSITIONS,
     BITS,
     FILL_BLOCK,
     aggregate_into,
-    count_ones,
     decode_positions,
     decode_values,
+    survey,
 )
-from dgc_horovod.kernels.triton.encode import CODED, HEADER_WORDS
+from dgc_horovod.kernels.triton.encode import CODED, HEADER_WORDS, SUMMED
 from dgc_horovod.kernels.triton.memory import (
     EXACT,
     BucketMap,
+    Fence,
     Recorded,
     Upload,
     addresses,
     on_host,
     using,
     value_words,
-    wait_for,
 )
-from dgc_horovod.wire import packet
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from dgc_horovod.wire.packet import PacketFormat
+from dgc_horovod.wire.packet import HEADER, PacketFormat
 
 _WORD = 4  # bytes
 _SMALL_BLOCK_BITS, _LARGE = FILL_BLOCK.value.bit_length() - 1, 1 << 22
@@ -59,134 +59,144 @@ class Filler:
     def __init__(self, bucket: Bucket, device: torch.device, bits: int | None = None) -> None:
         self.bucket, self.device, self.block_bits = bucket, device, bits or block_bits(bucket.numel)
         self.map = BucketMap(bucket, 1 << self.block_bits, device)
-        self._settings = Upload(device, {"outputs": (torch.int64, len(bucket.segments)), "scale": (torch.float32, 1)})
-        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._recorded = Recorded(device)
-        self._back = on_host(1, torch.int32, device)
 
-    def __call__(
-        self,
-        outputs: ListedOutputs,
-        positions: torch.Tensor,
-        values: torch.Tensor,
-        starts: torch.Tensor,
-        counts: torch.Tensor,
-        scale: float,
-        fresh: bool,
-    ) -> bool:
-        """See `decode.aggregate_into`; return whether every element is finite."""
-        self._settings.host["outputs"][:] = addresses(outputs.arrays)
-        self._settings.host["scale"][:] = scale
-        self._settings.send()
-        given = self._settings.device
+    def launch(self, given: Mapping[str, torch.Tensor], flag: torch.Tensor, fresh: bool) -> None:
+        """Start `decode.aggregate_into`.
 
-        def kernels() -> None:
-            self._flag.zero_()
-            aggregate_into[(self.map.blocks,)](
-                given["outputs"], self.map.starts, self.map.spread, positions, values, starts, counts, given["scale"],
-                self._flag, counts.numel(), values.numel() // counts.numel(), self.map.blocks,
-                BLOCK_BITS=self.block_bits, FRESH=fresh, num_warps=_FILL_WARPS, **EXACT,
-            )  # fmt: skip
-
-        key = (fresh, values.numel(), counts.numel(), *addresses([positions, values, starts, counts]))
-        with using(self.device):
-            self._recorded.launch(key, kernels)
-        self._back.copy_(self._flag, non_blocking=True)
-        wait_for(self.device)
-        return not int(self._back[0])
+        Args:
+            given: its arguments ``outputs``, ``scale``, ``positions``, ``values``, ``starts`` and ``counts``.
+            flag: int32 zero, set to 1 if an element is not finite.
+            fresh: see `Kernels.aggregate_into`.
+        """
+        ranks = given["counts"].numel()
+        aggregate_into[(self.map.blocks,)](
+            given["outputs"], self.map.starts, self.map.spread, given["positions"], given["values"], given["starts"],
+            given["counts"], given["scale"], flag, ranks, given["values"].numel() // ranks, self.map.blocks,
+            BLOCK_BITS=self.block_bits, FRESH=fresh, num_warps=_FILL_WARPS, **EXACT,
+        )  # fmt: skip
 
     def listed(self, outputs: ListedOutputs, contributions: list[Elements], scale: float, fresh: bool) -> bool:
-        """As `__call__`, for elements on the host."""
-        most = max(1, max(elements.values.size for elements in contributions))
-        positions = np.zeros((len(contributions), most), np.int32)
-        values = np.zeros((len(contributions), most), np.float32)
-        starts = np.zeros((len(contributions), self.map.blocks + 1), np.int32)
+        """`Kernels.aggregate_into` of elements on the host, sent by one copy; one wait."""
+        ranks, most = len(contributions), max(1, max(elements.values.size for elements in contributions))
+        sent = Upload(
+            self.device,
+            {
+                **_settings(self.bucket),
+                "positions": (torch.int32, ranks * most),
+                "values": (torch.float32, ranks * most),
+                "starts": (torch.int32, ranks * (self.map.blocks + 1)),
+                "counts": (torch.int32, ranks),
+                "flag": (torch.int32, 1),
+            },
+        )
+        host = sent.host
         for rank, elements in enumerate(contributions):
-            size = elements.values.size
-            positions[rank, :size], values[rank, :size] = elements
-            starts[rank, 1:-1] = np.searchsorted(elements.positions, self.map.bounds)
-        counts = np.array([elements.values.size for elements in contributions], np.int32)
-        there = [torch.from_numpy(x).to(self.device) for x in (positions, values, starts, counts)]
-        return self(outputs, there[0], there[1], there[2], there[3], scale, fresh)
+            own = slice(rank * most, rank * most + elements.values.size)
+            host["positions"][own], host["values"][own] = elements
+            starts = host["starts"].reshape(ranks, -1)[rank]
+            starts[1:-1] = np.searchsorted(elements.positions, self.map.bounds)
+        host["counts"][:] = [elements.values.size for elements in contributions]
+        host["outputs"][:], host["scale"][:] = addresses(outputs.arrays), scale
+        with using(self.device):
+            sent.send()
+            self.launch(sent.device, sent.device["flag"], fresh)
+        return not int(sent.device["flag"])
+
+
+def _settings(bucket: Bucket) -> dict[str, tuple[torch.dtype, int]]:
+    """Return the fields of an Upload that `Filler.launch` needs for every kind of elements."""
+    return {"outputs": (torch.int64, len(bucket.segments)), "scale": (torch.float32, 1)}
 
 
 class TritonReceiver:
     """`contract.Receiver` for one bucket and one packet format.
+
+    The copy of packets and settings to the device, the kernels, and the copy of their report to the host are one graph.
 
     Args:
         bucket: layout of the bucket.
         wire: format of the packets.
         ranks: number of ranks, which send one packet each.
         device: device that holds the outputs.
+        fence: fence of the device.
     """
 
-    def __init__(self, bucket: Bucket, wire: PacketFormat, ranks: int, device: torch.device) -> None:
-        self.wire, self.ranks, self.device = wire, ranks, device
+    def __init__(self, bucket: Bucket, wire: PacketFormat, ranks: int, device: torch.device, fence: Fence) -> None:
+        self.wire, self.ranks, self.device, self._fence, self._mark = wire, ranks, device, fence, 0
+        self.flags = np.zeros(ranks, np.int32)
+        self.refused: list[int] = []
         self._fill = Filler(bucket, device, max(block_bits(bucket.numel), wire.low_bits))
         self._high_at = HEADER_WORDS.value + triton.cdiv(wire.capacity * wire.low_bits, 32)
         self._values_at, self._scales_at = value_words(wire)
         self._bits = 32 * (self._values_at - self._high_at)
         self._chunks = triton.cdiv(self._bits, BITS.value)
         self._words, self._codec = wire.nbytes // _WORD, VALUE_CODECS[wire.values].code
-        self._arrived = Upload(device, {"packets": (torch.int32, ranks * self._words), "counts": (torch.int32, ranks)})
-        self._back = on_host(ranks, torch.int32, device)
+        packets = {"packets": (torch.int32, ranks * self._words), "header": (torch.int32, HEADER_WORDS.value)}
+        self._arrived = Upload(device, {**packets, **_settings(bucket)})
+        self._packets = self._arrived.host["packets"].view(np.uint8)
+        self._header = self._arrived.host["header"].view(HEADER)
+        self._header[:] = wire.constants
 
         def whole(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
 
-        self._ones, self._positions = whole(ranks * self._chunks), whole(ranks * wire.capacity)
-        self._starts, self._problems = whole(ranks * (self._fill.map.blocks + 1)), whole(ranks)
-        self._values = torch.empty(ranks * wire.capacity, device=device)
+        # zero at the begin of a step: sums of 64 bits; the report: refused, flags, counts, and whether it is not finite
+        self._board = torch.zeros(5 * ranks + 1, dtype=torch.int32, device=device)
+        self._totals = self._board[: 2 * ranks].view(torch.int64)
+        self._refused, self._flags, counts = self._board[2 * ranks : -1].view(3, ranks)
+        self._back = on_host(3 * ranks + 1, torch.int32, device)
+        self._ones = whole(ranks * self._chunks)
+        self._elements = {
+            "positions": whole(ranks * wire.capacity),
+            "values": torch.empty(ranks * wire.capacity, device=device),
+            "starts": whole(ranks * (self._fill.map.blocks + 1)),
+            "counts": counts,
+        }
         self._recorded = Recorded(device)
 
-    def read(self, packets: np.ndarray, counts: np.ndarray) -> None:
+    def aggregate_into(self, packets: np.ndarray, step: int, outputs: ListedOutputs, scale: float) -> None:
         """See `contract.Receiver`."""
-        wire, k = self.wire, self.wire.capacity
-        self._arrived.host["packets"][:] = packets.reshape(-1).view(np.int32)
-        self._arrived.host["counts"][:] = counts
-        self._arrived.send()
-        given = self._arrived.device
-        bitmap = self._words, self._high_at, self._bits, self._chunks
-        chunks = (self._chunks, self.ranks)
-
-        def kernels() -> None:
-            self._problems.zero_()
-            count_ones[chunks](given["packets"], self._ones, *bitmap, **EXACT)
-            decode_positions[chunks](
-                given["packets"], self._ones, given["counts"], self._positions, self._starts, self._problems, *bitmap,
-                k, self._fill.map.blocks, LOW=wire.low_bits, BLOCK_BITS=self._fill.block_bits, **EXACT,
-            )  # fmt: skip
-            decode_values[(triton.cdiv(k, CODED.value), self.ranks)](
-                given["packets"], given["counts"], self._positions, self._values, self._problems, self._words,
-                self._values_at, self._scales_at, k, wire.numel, CODEC=self._codec, **EXACT,
-            )  # fmt: skip
-
+        self._fence.wait(self._mark)  # the device may still read the memory of a step that was given up
+        host = self._arrived.host
+        # carriers receive into pageable memory, which the driver would copy only while the host waits for the stream
+        self._packets[:] = packets.reshape(-1)
+        self._header["step"] = step % 2**32
+        host["outputs"][:], host["scale"][:] = addresses(outputs.arrays), scale
         with using(self.device):
-            self._recorded.launch((), kernels)  # all arguments are the receiver's own memory
-        self._back.copy_(self._problems, non_blocking=True)
+            self._recorded.launch((), self._kernels)  # all arguments are the receiver's own memory
+        self._mark = self._fence.mark()
 
-    def aggregate_into(self, outputs: ListedOutputs, scale: float) -> bool:
-        """See `contract.Receiver`. One wait, also for `read`."""
-        counts = self._arrived.device["counts"]
-        return self._fill(outputs, self._positions, self._values, self._starts, counts, scale, fresh=True)
+    def _kernels(self) -> None:
+        wire, k, given = self.wire, self.wire.capacity, {**self._arrived.device, **self._elements}
+        packets, counts, positions, values = (given[name] for name in ("packets", "counts", "positions", "values"))
+        bitmap = self._words, self._high_at, self._bits, self._chunks, k
+        self._arrived.send()
+        self._board.zero_()
+        survey[(max(self._chunks, triton.cdiv(self._words, SUMMED.value)), self.ranks)](
+            packets, self._totals, self._ones, counts, *bitmap, **EXACT
+        )
+        decode_positions[(self._chunks, self.ranks)](
+            packets, given["header"], self._totals, self._ones, counts, positions, given["starts"], self._flags,
+            self._refused, *bitmap, self._fill.map.blocks, LOW=wire.low_bits, BLOCK_BITS=self._fill.block_bits,
+            **EXACT,
+        )  # fmt: skip
+        decode_values[(triton.cdiv(k, CODED.value), self.ranks)](
+            packets, counts, positions, values, self._refused, self._words,
+            self._values_at, self._scales_at, k, wire.numel, CODEC=self._codec, **EXACT,
+        )  # fmt: skip
+        self._fill.launch(given, self._board[-1:], fresh=True)
+        self._back.copy_(self._board[-self._back.numel() :], non_blocking=True)
 
-    @property
-    def problems(self) -> dict[int, str]:
+    def settle(self) -> bool:
         """See `contract.Receiver`."""
-        wait_for(self.device)
-        found = self._back.numpy()
-        return {int(rank): _in_words(int(found[rank])) for rank in np.flatnonzero(found)}
+        self._fence.wait(self._mark)
+        report = self._back.numpy()
+        self.refused, self.flags = np.flatnonzero(report[: self.ranks]).tolist(), report[self.ranks : 2 * self.ranks]
+        return not report[-1]
 
     @property
     def contributions(self) -> list[Elements]:
         """See `contract.Receiver`."""
-        positions = self._positions.view(self.ranks, -1).cpu().numpy()
-        values = self._values.view(self.ranks, -1).cpu().numpy()
-        counts = self._arrived.host["counts"]
-        return [
-            Elements(p[:n].copy(), v[:n].copy()) for p, v, n in zip(positions, values, counts.tolist(), strict=True)
-        ]
-
-
-def _in_words(problem: int) -> str:
-    return packet.BAD_POSITIONS if problem & BAD_POSITIONS.value else packet.BAD_VALUES
+        positions, values = (self._elements[x].view(self.ranks, -1).cpu().numpy() for x in ("positions", "values"))
+        counts = self._elements["counts"].tolist()
+        return [Elements(p[:n].copy(), v[:n].copy()) for p, v, n in zip(positions, values, counts, strict=True)]

@@ -301,7 +301,8 @@ class HostSteps:
         updates = run.new_updates()
         for i, update in enumerate(updates):
             run.engine.outputs.put(i, update)
-        finite = self.buckets.aggregate(run.engine)
+        self.buckets.aggregate(run.engine)
+        finite = self.buckets.settle(run.engine)
         run.engine.outputs.clear()
         self._idle_since = time.perf_counter()
         return [*updates, np.bool_(finite)]

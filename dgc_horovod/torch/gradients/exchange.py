@@ -101,6 +101,7 @@ class GradientExchange(OptimizerExchange):
         self._decays: Mapping[Parameter, float] = {}  # of this step
         self._compressing: deque[BucketRun] = deque()  # buckets whose compression is under way, in order of launch
         self._launched: deque[BucketRun] = deque()  # buckets whose exchange is under way
+        self._aggregated: deque[BucketRun] = deque()  # buckets whose update is being written
         self._untaken = deque(self.runs)  # not sent in this step, for transports that need one order
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines get
         self._shares_norms = False  # whether all ranks share norms in the present step
@@ -296,8 +297,12 @@ class GradientExchange(OptimizerExchange):
             if not self._take_round(run):
                 self._launched.rotate(-1)  # meanwhile wait for the first rounds of the other buckets
                 continue
-            run.finite = self.aggregate(run.engine, self._scale_now())
-            self._launched.popleft()
+            self.aggregate(run.engine, self._scale_now())
+            self._aggregated.append(self._launched.popleft())
+        while self._aggregated:  # a device is waited for once, after all launches
+            run = self._aggregated[0]
+            run.finite = self.settle(run.engine)
+            self._aggregated.popleft()
 
     def share_second(self) -> None:
         """Hand on all messages, then start the allreduce of the measurements of second moments, once.
@@ -368,6 +373,7 @@ class GradientExchange(OptimizerExchange):
             for each in (run.outputs, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has released
         self._launched.clear()
+        self._aggregated.clear()
         self._sums, self._untaken, self._decays = None, deque(self.runs), {}
         self._taken.clear()
         self._scale_now.forget()
