@@ -125,6 +125,9 @@ def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
     decode = partial(worker.receive, packets)
     row["decode"] = timed(decode, device, runs)
     row["decode_launches"], row["decode_busy_ms"] = _on_device(decode, len(worker.engines), device)
+    if device != "cpu":
+        pinned = [torch.from_numpy(packet).pin_memory().numpy() for packet in packets]
+        row["decode_pinned"] = timed(partial(worker.receive, pinned), device, runs)
     numels = [(gradient.numel(),) for gradient in worker.gradients.arrays]
     for flow in FLOWS:
         baseline = flow(numels, DENSITY, MOMENTUM, device)

@@ -13,7 +13,7 @@ from dgc_horovod.errors import CorruptPacket, DGCError
 from dgc_horovod.exchange.flat import AllgatherExchange
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.reference import ReferenceKernels
-from dgc_horovod.kernels.triton import memory
+from dgc_horovod.kernels.triton import memory, receiver
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
@@ -74,6 +74,11 @@ def test_flags_make_the_outcome_of_the_host(flag):
     packets = packets_of((flag, 0, flag))
     ours, theirs = read_by(DEVICE, packets), read_by(HOST, packets)
     assert ours == theirs and theirs[0] is True
+
+
+def test_packets_in_pinned_memory_are_copied_from_there(monkeypatch):
+    monkeypatch.setattr(receiver, "is_pinned", lambda packets: True)
+    assert read_by(DEVICE, packets_of()) == read_by(HOST, packets_of())
 
 
 class Network(Loopback):

@@ -255,5 +255,10 @@ def on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def is_pinned(x: torch.Tensor) -> bool:
+    """Return whether the device can copy from `x` while the host goes on."""
+    return x.is_pinned()
+
+
 # Products are rounded before they are added, as everywhere (`kernels.contract`).
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}

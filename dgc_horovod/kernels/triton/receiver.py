@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from dgc_horovod.kernels.triton.memory import (
     Recorded,
     Upload,
     addresses,
+    is_pinned,
     on_host,
     using,
     value_words,
@@ -111,7 +113,8 @@ def _settings(bucket: Bucket) -> dict[str, tuple[torch.dtype, int]]:
 class TritonReceiver:
     """`contract.Receiver` for one bucket and one packet format.
 
-    The copy of packets and settings to the device, the kernels, and the copy of their report to the host are one graph.
+    The copies to the device, the kernels, and the copy of their report to the host are one graph. Only packets in
+    pinned memory are copied before it, from where they are.
 
     Args:
         bucket: layout of the bucket.
@@ -131,10 +134,9 @@ class TritonReceiver:
         self._bits = 32 * (self._values_at - self._high_at)
         self._chunks = triton.cdiv(self._bits, BITS.value)
         self._words, self._codec = wire.nbytes // _WORD, VALUE_CODECS[wire.values].code
-        packets = {"packets": (torch.int32, ranks * self._words), "header": (torch.int32, HEADER_WORDS.value)}
-        self._arrived = Upload(device, {**packets, **_settings(bucket)})
-        self._packets = self._arrived.host["packets"].view(np.uint8)
-        self._header = self._arrived.host["header"].view(HEADER)
+        self._arrived = Upload(device, {"packets": (torch.uint8, ranks * wire.nbytes)})
+        self._given = Upload(device, {"header": (torch.int32, HEADER_WORDS.value), **_settings(bucket)})
+        self._header = self._given.host["header"].view(HEADER)
         self._header[:] = wire.constants
 
         def whole(size: int) -> torch.Tensor:
@@ -157,20 +159,27 @@ class TritonReceiver:
     def aggregate_into(self, packets: np.ndarray, step: int, outputs: ListedOutputs, scale: float) -> None:
         """See `contract.Receiver`."""
         self._fence.wait(self._mark)  # the device may still read the memory of a step that was given up
-        host = self._arrived.host
-        # carriers receive into pageable memory, which the driver would copy only while the host waits for the stream
-        self._packets[:] = packets.reshape(-1)
+        received, host = torch.from_numpy(packets.reshape(-1)), self._given.host
+        pinned = is_pinned(received)
+        if pinned:
+            self._arrived.device["packets"].copy_(received, non_blocking=True)
+        else:  # the driver copies from pageable memory only while the host waits for the stream
+            self._arrived.host["packets"][:] = packets.reshape(-1)
         self._header["step"] = step % 2**32
         host["outputs"][:], host["scale"][:] = addresses(outputs.arrays), scale
         with using(self.device):
-            self._recorded.launch((), self._kernels)  # all arguments are the receiver's own memory
+            # all other arguments are the receiver's own memory
+            self._recorded.launch((pinned,), partial(self._kernels, pinned))
         self._mark = self._fence.mark()
 
-    def _kernels(self) -> None:
-        wire, k, given = self.wire, self.wire.capacity, {**self._arrived.device, **self._elements}
-        packets, counts, positions, values = (given[name] for name in ("packets", "counts", "positions", "values"))
+    def _kernels(self, pinned: bool) -> None:
+        wire, k, given = self.wire, self.wire.capacity, {**self._given.device, **self._elements}
+        packets = self._arrived.device["packets"].view(torch.int32)
+        counts, positions, values = (given[name] for name in ("counts", "positions", "values"))
         bitmap = self._words, self._high_at, self._bits, self._chunks, k
-        self._arrived.send()
+        if not pinned:
+            self._arrived.send()
+        self._given.send()
         self._board.zero_()
         survey[(max(self._chunks, triton.cdiv(self._words, SUMMED.value)), self.ranks)](
             packets, self._totals, self._ones, counts, *bitmap, **EXACT

@@ -151,7 +151,8 @@ class ProcessGroupCollectives(Collectives):
         full_name = self._full_name(name)
         if self.workers == 1:
             return Pending(None, packet, full_name)
-        gathered = packet.new_empty(self.workers * packet.numel())
+        # pinned memory, which is allocated once, if a device has written the packet: it reads the result there
+        gathered = torch.empty(self.workers * packet.numel(), dtype=packet.dtype, pin_memory=packet.is_pinned())
         return self._started("_allgather_base", full_name, gathered, packet, result=gathered)
 
     def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
