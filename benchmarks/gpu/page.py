@@ -73,10 +73,10 @@ def host_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         whole, busy = row["compress"]["ms"], row["busy_ms"]
-        launches, waits = row.get("host_launches_ms"), row.get("host_waits_ms")
+        idle, waits = None if busy is None else max(0, whole - busy), row.get("host_waits_ms")
         lines.append([
-            row["model"], "–" if busy is None else f"{max(0, whole - busy):.3f}",
-            "–" if launches is None else f"{launches:.3f}", "–" if waits is None else f"{waits / whole:.0%}",
+            row["model"], _figure(idle, ".3f"), _figure(row.get("host_launches_ms"), ".3f"),
+            _figure(None if waits is None else waits / whole, ".0%"),
         ])  # fmt: skip
     return markdown(["compress", "device idle, ms", "host launches for, ms", "host waits, of the time"], lines)
 
@@ -96,7 +96,7 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
 
 def _figure(value: float | None, form: str) -> str:
     """Format a figure; a dash if it was not measured."""
-    return "-" if value is None else format(value, form)
+    return "–" if value is None else format(value, form)
 
 
 def step_table(rows: list[dict[str, Any]]) -> str:

@@ -119,6 +119,7 @@ def sent(ranks, step):
         for p in each.names:
             p.grad = torch.randn(p.shape, generator=draw)
         results.append([each.take(p) for p in each.names])
+        each.share_second()
     return results
 
 
