@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.session.session import Session
+from dgc_horovod.torch.session.session import Session, after_backward
 
 JOINING = (
     "Join does not work with a compressed model: ranks without more data would add zero gradients without their "
@@ -130,9 +130,4 @@ def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 def after_ddp(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of this backward pass, after DDP's callback, which fills ``p.grad``."""
-    _after_backward(lambda: _after_backward(callback))
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    eager = torch.compiler.disable(callback)
-    torch.autograd.Variable._execution_engine.queue_callback(eager)  # type: ignore[attr-defined]
+    after_backward(lambda: after_backward(callback))

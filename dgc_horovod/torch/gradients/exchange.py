@@ -215,6 +215,11 @@ class GradientExchange(OptimizerExchange):
             self._go_on()
             self._launched.append(run)
 
+    @property
+    def is_compressing(self) -> bool:
+        """Whether a device may still work on messages that `hand_on` has not handed on."""
+        return bool(self._compressing)
+
     def _go_on(self) -> None:
         """Start the next round of every bucket whose present round is done, while the backward pass goes on."""
         for run in self._launched if self.collectives.by_name else ():

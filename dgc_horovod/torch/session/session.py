@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.may_apply, self.superseded, self.offered = True, False, False
         self.stepping, self.loaded, self.saves_residuals = False, False, False
+        self._asked_at = -1  # step of the exchange whose backward pass will hand on messages at its end
         self.returned: Any = None  # result of the last call of the user's own step
         self.strategy = strategy(self)
         self.boundaries = carrier.boundaries(self.parameters)
@@ -178,11 +179,28 @@ class Session(base.Session[torch.optim.Optimizer]):
                 except BaseException:
                     session.passes.gives_back(p)
                     raise
+                session.hand_on_after_backward()
 
         hook: Any = torch.compiler.disable(ready)
         hook.belongs_to_dgc = True
         self.hooks += [p.register_post_accumulate_grad_hook(hook) for p in self.parameters.values()]
         weakref.finalize(self, _remove, self.hooks)
+
+    def hand_on_after_backward(self) -> None:
+        """Hand on, at the end of this backward pass, the messages that a device has not finished by then.
+
+        At ``step`` it could be late: a script may do other things before, with the network unused.
+        """
+        exchange = self.exchange
+        if exchange.is_compressing and self._asked_at != exchange.steps:
+            self._asked_at = exchange.steps
+            with suppress(RuntimeError):  # in a compiled backward pass; then `step` hands on
+                after_backward(self._hand_on_rest)
+
+    def _hand_on_rest(self) -> None:
+        self._asked_at = -1  # the same step may have another backward pass
+        with self.exchange.lock:
+            self.exchange.hand_on(waits=True)
 
     def take_updates(self) -> None:
         """Exchange missing gradients, wait for all, and write the updates to ``p.grad``."""
@@ -319,6 +337,12 @@ class OwnState(StatePart):
         """See `StatePart`."""
         update, exchange = self._session.update, self._session.exchange
         update.take_own(self._session.optimizer, update.split_own(exchange, state)[1])
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of this backward pass."""
+    eager = torch.compiler.disable(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(eager)  # type: ignore[attr-defined]
 
 
 def evaluated(closure: Closure | None) -> Any:
