@@ -94,6 +94,9 @@ class HorovodCollectives(Collectives):
         handle = self._start(hvd.broadcast_async_, sent, ranks[root], full_name, self.process_set)
         return Pending(handle, sent, full_name, home)
 
+    def stages(self, tensor: torch.Tensor) -> bool:
+        return needs_host(tensor)
+
     def _start(self, operation: Callable[..., int], *arguments: object, **settings: object) -> int:
         """Start a collective; return Horovod's handle.
 

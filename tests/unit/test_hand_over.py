@@ -65,7 +65,10 @@ class Carrier(Loopback):
 
     def __init__(self, by_name: bool) -> None:
         super().__init__(0, 1, {})
-        self.by_name, self.names = by_name, []
+        self.by_name, self.names, self.copies = by_name, [], False
+
+    def stages(self, tensor):
+        return self.copies
 
     def _post(self, part, name, combine):
         self.names.append(name)
@@ -171,6 +174,18 @@ def test_a_clipped_norm_launches_all_buckets_before_the_first_wait():
     rank.step(done_after=[9] * BUCKETS)
     assert [event for event, _ in rank.device.seen] == ["start"] * BUCKETS + ["wait"] * BUCKETS
     assert rank.buckets_sent == packets(*range(BUCKETS))
+
+
+def test_small_tensors_that_a_carrier_copies_to_the_host_do_not_hold_up_the_backward_pass():
+    rank, twin = Rank(), Rank(on_device=False)
+    rank.carrier.copies = True
+    rank.begin()
+    rank.deliver("bias", "w0", "w1", "w2", "w3")
+    assert rank.carrier.names == packets(0, 1, 2, 3) and rank.exchange.is_compressing
+    rank.exchange.hand_on(waits=True)
+    assert rank.carrier.names[BUCKETS:] == ["dense.bias"] and not rank.exchange.is_compressing
+    assert rank.end() and twin.step() and rank.bits == twin.bits
+    assert rank.step() and rank.carrier.names.count("dense.bias") == 1
 
 
 SPEEDS = ([0, 0, 0, 0], [9, 9, 9, 9], [4, 1, 2, 3], [2, 9, 4, 3])  # gradients until the device has done each bucket

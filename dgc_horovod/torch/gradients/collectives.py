@@ -98,6 +98,10 @@ class Collectives(ABC):
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
         return cut(self.wait(self.allgather(own, name)).numpy().tobytes(), sizes)
 
+    def stages(self, tensor: torch.Tensor) -> bool:
+        """Return whether a collective of `tensor` copies it to the host when it starts, and waits for its device."""
+        return False
+
     def done(self, pending: Pending) -> bool:
         """Return whether `wait` would return at once."""
         return pending.handle is None or self._is_done(pending.handle)
@@ -211,6 +215,7 @@ class DensePath:
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._pending: dict[Parameter, Pending] = {}
         self._waiting: dict[Parameter, torch.Tensor] = {}  # for one common allreduce, if the transport fuses none
+        self._staged: dict[Parameter, torch.Tensor] = {}  # whose allreduce would hold up the backward pass
         self._results: dict[Parameter, torch.Tensor] = {}
 
     @property
@@ -224,7 +229,10 @@ class DensePath:
         return list(self._pending.values())
 
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
-        """Start the allreduce of a copy of ``clip * gradient``: autograd may share the gradient's memory."""
+        """Start the allreduce of a copy of ``clip * gradient``, or leave it to `launch_staged`.
+
+        Autograd may share the gradient's memory.
+        """
         gradient = self.gradients[p]
         if gradient.dtype == torch.bfloat16:  # Horovod's torch operations do not support it
             gradient = gradient.float()
@@ -235,7 +243,10 @@ class DensePath:
         if self._half:
             gradient = gradient.half()
         if self.collectives.by_name:
-            self._pending[p] = self._reduced(gradient, self.names[p])
+            if self.collectives.stages(gradient):
+                self._staged[p] = gradient
+            else:
+                self._pending[p] = self._reduced(gradient, self.names[p])
             return
         self._waiting[p] = gradient
         if len(self._waiting) == len(self.names):
@@ -245,6 +256,16 @@ class DensePath:
         """`launch` of every tensor, in one order on all ranks."""
         for p in self.names:
             self.launch(p, clip)
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether `launch_staged` has something to do."""
+        return bool(self._staged)
+
+    def launch_staged(self) -> None:
+        """Start the allreduces that `launch` has left; the host waits for the device."""
+        for p in list(self._staged):
+            self._pending[p] = self._reduced(self._staged.pop(p), self.names[p])
 
     def _launch_together(self) -> None:
         """Start one allreduce for each dtype and device."""
@@ -281,4 +302,5 @@ class DensePath:
         self.gradients.clear()
         self._pending.clear()
         self._waiting.clear()
+        self._staged.clear()
         self._results.clear()

@@ -206,7 +206,7 @@ class GradientExchange(OptimizerExchange):
         moments, further rounds) is started before all of them, as each is preceded by a call that waits.
 
         Args:
-            waits: whether to wait for all messages.
+            waits: whether to wait for all messages, and start everything else that waits for a device.
         """
         while self._compressing and (waits or self._compressing[0].engine.ready):
             run = self._compressing.popleft()
@@ -214,11 +214,13 @@ class GradientExchange(OptimizerExchange):
             run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), bucket.name)
             self._go_on()
             self._launched.append(run)
+        if waits:
+            self._dense_path.launch_staged()
 
     @property
     def is_compressing(self) -> bool:
-        """Whether a device may still work on messages that `hand_on` has not handed on."""
-        return bool(self._compressing)
+        """Whether `hand_on` has something to wait for."""
+        return bool(self._compressing) or self._dense_path.has_staged
 
     def _go_on(self) -> None:
         """Start the next round of every bucket whose present round is done, while the backward pass goes on."""
@@ -328,11 +330,11 @@ class GradientExchange(OptimizerExchange):
 
     @property
     def arrived(self) -> bool:
-        """Whether all collectives under way are done."""
-        self.hand_on()
+        """Whether all collectives of the step are done; for a rank in join, which waits for nothing but its device."""
+        self.hand_on(waits=True)
         self._go_on()
         pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums]
-        return not self._compressing and all(each is None or self.collectives.done(each) for each in pending)
+        return all(each is None or self.collectives.done(each) for each in pending)
 
     def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Add the memory of the bucket's i-th update to `outputs`: that of `grad` if possible, else new memory.
