@@ -167,6 +167,17 @@ def sums(size: Size) -> None:
     assert gradients[0].squared_norm() == gradients[1].squared_norm()
 
 
+def measurements(size: Size) -> None:
+    """Sums of squares by rows and columns, and products with signs, of runs that begin and end anywhere."""
+    ours, reference = TritonKernels(size.device), ReferenceKernels()
+    for numel, offset, width in ((1, 0, 1), (4097, 3000, 7), (9001, 50, 300), (40_000, 1000, 64), (70_000, 0, 3000)):
+        rng = np.random.default_rng(numel)
+        x, signs = rng.standard_normal(numel).astype(np.float32), rng.choice([-1, 1], 2 * width).astype(np.float32)
+        (found,) = ours.fetch([ours.measure(ours.from_host(x), offset, ours.from_host(signs))])
+        expected = reference.measure(x, offset, signs)
+        assert np.allclose(found, expected, rtol=1e-4, atol=1e-4 * np.sqrt(numel)), (numel, offset, width)
+
+
 def replicas(size: Size) -> None:
     """Four ranks, many steps: the updates are the same bits on all of them, and those of the reference."""
     config, ranks = DGCConfig(density=0.01, clip_norm=None), 4
@@ -258,6 +269,7 @@ CHECKS: dict[str, Callable[[Size], None]] = {
     "under way together": under_way_together,
     "damaged packets": damaged_packets,
     "sums": sums,
+    "measurements": measurements,
     "replicas": replicas,
 }
 

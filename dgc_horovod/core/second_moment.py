@@ -138,6 +138,7 @@ class _Tensor:
     def __init__(self, number: int, moment: Moment) -> None:
         self.number, self.moment = number, moment
         self.feed: SharedMoment | None = None  # set at the first gradient
+        self.factors: Array = None  # of rows, then of columns, which the feed has
         self.kernels: Kernels | None = None
         self.b2 = self.eps = 0.0
 
@@ -154,9 +155,7 @@ class _Tensor:
     def refresh(self) -> None:
         """Update the factors for the next passes."""
         if self.feed is not None and self.kernels is not None:
-            rows, columns = self.moment.factors(self.eps)
-            self.kernels.write(self.feed.rows, rows.astype(np.float32))
-            self.kernels.write(self.feed.columns, columns.astype(np.float32))
+            self.kernels.write(self.factors, np.concatenate(self.moment.factors(self.eps)).astype(np.float32))
 
 
 class SecondMoments:
@@ -209,7 +208,9 @@ class SecondMoments:
         tensor = self._tensors[name]
         if tensor.feed is None:
             tensor.kernels = kernels
-            tensor.feed = SharedMoment(kernels.new(tensor.moment.a), kernels.new(tensor.moment.b), BOUND, offset)
+            a, b = tensor.moment.a, tensor.moment.b
+            tensor.factors = kernels.new(a + b)
+            tensor.feed = SharedMoment(tensor.factors[:a], tensor.factors[a:], BOUND, offset)
             tensor.refresh()
         return tensor.feed
 
@@ -259,18 +260,27 @@ class SecondMoments:
             step: present step, from 0.
             scale: factor of this rank's gradients (clipping, loss scale), > 0.
         """
-        told = []
+        told, measured = [], self._fetched()
         for name in self.due(step):
             tensor = self._tensors[name]
             rows, columns, pools = (np.zeros(n) for n in (tensor.moment.a, tensor.moment.b, POOLS))
-            if name in self._measured:
-                kernels, found, first = self._measured.pop(name)
-                numbers, b = kernels.to_host(found).astype(np.float64), columns.size
+            if name in measured:
+                numbers, b = measured[name].astype(np.float64), columns.size
+                first = self._measured[name][2]
                 here = np.arange(first, first + (numbers.size - b) // 2)
                 rows[here], columns[:], products = np.split(numbers, [here.size, here.size + b])
                 pools[:] = np.bincount(here % POOLS, products, POOLS)  # a sum of products with random signs is one too
             told += [scale**2 * rows, scale**2 * columns, scale * pools]
+        self._measured.clear()
         return np.concatenate(told).astype(np.float32) if told else np.empty(0, np.float32)
+
+    def _fetched(self) -> dict[str, np.ndarray]:
+        """Return the measurements of this step on the host, with one wait for each backend."""
+        found: dict[str, np.ndarray] = {}
+        for kernels in {id(kernels): kernels for kernels, _, _ in self._measured.values()}.values():
+            names = [name for name, (its, _, _) in self._measured.items() if its is kernels]
+            found.update(zip(names, kernels.fetch([self._measured[name][1] for name in names]), strict=True))
+        return found
 
     def learn(self, step: int, summed: np.ndarray, senders: float) -> None:
         """Learn from the measurements of an applied step.

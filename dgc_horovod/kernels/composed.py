@@ -24,10 +24,12 @@ from dgc_horovod.kernels.contract import (
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, NumpyCoder, PacketFormat
 
+SIGN_STRIDE = 7919  # from the first sign of a row to that of the next
+
 
 def first_sign(row: Array, columns: int) -> Array:
     """Return the index of a row's first sign in `Kernels.measure`; rows have different ones, as they may be equal."""
-    return row * 7919 % columns
+    return row * SIGN_STRIDE % columns
 
 
 def sum_stride(chunks: int) -> int:
@@ -62,6 +64,7 @@ class Primitives(Protocol):
 
     def new(self, numel: int, dtype: str = "fp32") -> Array: ...
     def to_host(self, x: Array) -> np.ndarray: ...
+    def fetch(self, arrays: Sequence[Array]) -> list[np.ndarray]: ...
     def from_host(self, values: np.ndarray) -> Array: ...
     def write(self, x: Array, values: np.ndarray) -> None: ...
     def fill_zero(self, x: Array) -> None: ...

@@ -270,6 +270,9 @@ class Kernels(Protocol):
     def to_host(self, x: Array) -> np.ndarray:
         """Return `x` as a float32 NumPy array; a view if x is float32 on the host."""
 
+    def fetch(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+        """Return `to_host` of several float32 vectors, with one wait for a device."""
+
     def from_host(self, values: np.ndarray) -> Array:
         """Return a float32 host vector as an Array; a view if Arrays are on the host."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dgc_horovod.kernels.composed import ComposedKernels, first_sign
@@ -31,6 +33,9 @@ class NumpyArrays:
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return widened(x) if is_narrow(x) else x
+
+    def fetch(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [self.to_host(x) for x in arrays]
 
     def from_host(self, values: np.ndarray) -> np.ndarray:
         return values

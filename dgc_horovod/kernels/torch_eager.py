@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -173,8 +174,14 @@ class TorchEagerKernels(ComposedKernels):
     def to_host(self, x: torch.Tensor) -> np.ndarray:
         return x.float().cpu().numpy()
 
+    def fetch(self, arrays: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        if not arrays:
+            return []
+        ends = np.cumsum([x.numel() for x in arrays])
+        return np.split(self.to_host(torch.cat(list(arrays))), ends[:-1])
+
     def write(self, x: torch.Tensor, values: np.ndarray) -> None:
-        _copy(x, torch.from_numpy(values))
+        _copy(x, self.from_host(values))
 
     def from_host(self, values: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(values)

@@ -19,20 +19,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc_horovod.kernels.triton import accumulate, decode, encode, select
+from dgc_horovod.kernels.triton import accumulate, decode, encode, measure, select
 from dgc_horovod.kernels.triton.memory import EXACT
 
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {
     **dict.fromkeys(
-        ("v", "u", "values", "decoded", "masked", "chosen_values", "thresholds", "numbers", "scale"), "*fp32"
+        ("v", "u", "values", "decoded", "masked", "chosen_values", "thresholds", "numbers", "scale", "x", "signs",
+         "found", "parts"), "*fp32"
     ),
     **dict.fromkeys(("gradients", "factors", "outputs", "vectors"), "*i64"),
     "sums": "*fp64",
     "totals": "*i64",
     **dict.fromkeys(
         ("numel", "max_candidates", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
-         "high_at", "bits", "chunks", "ranks"), "i32"),
+         "high_at", "bits", "chunks", "ranks", "first_row", "before", "rows", "columns"), "i32"),
 }  # fmt: skip
 _LOW, _CODECS, _FEEDS, _WITH_MOMENTUM = (0, 9), range(1, 7), range(4), (1, 2)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
@@ -55,6 +56,7 @@ KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
     (decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
     (accumulate.chunk_sums, 4, [{}]),
+    (measure.measure_rows, 4, [{}]),
     (decode.aggregate_into, 4, [{"BLOCK_BITS": 11, "FRESH": fresh} for fresh in (0, 1)]),
 ]
 

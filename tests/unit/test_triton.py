@@ -30,7 +30,7 @@ from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.jobs import ROOT
 
 # The interpreter takes seconds for each; on a GPU `scripts/gpu_check` runs all.
-QUICK = ("rule exact, per tensor", "values 8bit", "under way together", "sums")
+QUICK = ("rule exact, per tensor", "values 8bit", "under way together", "sums", "measurements")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import triton
 
 from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs, sum_stride
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import chunk_sums
+from dgc_horovod.kernels.triton.measure import ROWS, measure_rows
 from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
 from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike, seen, thresholds_of
@@ -90,6 +92,20 @@ class TritonKernels(TorchEagerKernels):
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
         return seen(report, taking.candidates)
+
+    def measure(self, x: torch.Tensor, offset: int, signs: torch.Tensor) -> torch.Tensor:
+        """See `contract`. Two launches."""
+        x, columns = x.reshape(-1), signs.numel() // 2
+        before = offset % columns
+        rows = triton.cdiv(before + x.numel(), columns)
+        found = torch.empty(2 * rows + columns, device=self.device)
+        parts = torch.empty(triton.cdiv(rows, ROWS.value), columns, device=self.device)
+        with using(self.device):
+            measure_rows[(len(parts),)](
+                x, signs, found, parts, offset // columns, before, x.numel(), rows, columns, **EXACT
+            )
+        torch.sum(parts, 0, out=found[rows : rows + columns])
+        return found
 
     def sums(self, x: torch.Tensor) -> tuple[float, float]:
         total, squares = _sums_of([x])[0].tolist()
