@@ -23,7 +23,8 @@ from benchmarks.report import (
     write_into_page,
 )
 
-SLOWER_AT_MOST, DECODE_AT_MOST = 1.5, 0.3
+LARGE, SLOWER_AT_MOST, SMALL_SLOWER_AT_MOST = 100_000_000, 1.5, 2.0  # elements; of models that have as many, of others
+DECODE_AT_MOST, IDLE_AT_MOST = 0.5, 5.0  # times compress; percent of compress
 OVER_TOPK, OVER_PUBLISHED = 10, 20
 MOST_LAUNCHES = 10
 ADDED_AT_MOST = {"SGD": 3.0, "AdamW": 2.0}  # percent of a step
@@ -138,15 +139,18 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     """Whether each bar is met, in a line."""
     lines = []
     for row in found.get("models", []):
-        ours = row["compress"]["ms"]
+        ours, limit = row["compress"]["ms"], SLOWER_AT_MOST if row["numel"] >= LARGE else SMALL_SLOWER_AT_MOST
         lines += [
-            _line(f"{row['model']}: compress, times the floor", ours / row["floor_ms"], most=SLOWER_AT_MOST),
+            _line(f"{row['model']}: compress, times the floor", ours / row["floor_ms"], most=limit),
             _line(f"{row['model']}: decode, times compress", row["decode"]["ms"] / ours, most=DECODE_AT_MOST),
             _line(f"{row['model']}: faster than {TOPK}", row[TOPK]["ms"] / ours, least=OVER_TOPK),
             _line(f"{row['model']}: faster than {PUBLISHED}", row[PUBLISHED]["ms"] / ours, least=OVER_PUBLISHED),
         ]
         if row["launches"] is not None:
             lines.append(_line(f"{row['model']}: launches a bucket", row["launches"], most=MOST_LAUNCHES))
+        if row.get("busy_ms") is not None:
+            idle = 100 * max(0.0, 1 - row["busy_ms"] / ours)
+            lines.append(_line(f"{row['model']}: the device waits for the host, percent", idle, most=IDLE_AT_MOST))
     for row in found.get("steps", []):
         limit = ADDED_AT_MOST[row["optimizer"]]
         lines.append(_line(f"{row['model']}: added to a step, percent", added(row), most=limit))
