@@ -83,8 +83,9 @@ ADDED_LATER = (
 )
 RESIDUALS_NOT_SAVED = (
     "optimizer.state_dict() holds no residuals: gradients that are not applied yet are lost where training resumes "
-    "from it. Use save_checkpoint(), or the callback for transformers.Trainer, accelerate or Lightning (docs/ddp.md); "
-    "or keep optimizer.residual_state_dict() of every rank beside it, or call optimizer.flush() on every rank before"
+    "from it. Use save_checkpoint(), or the callback for transformers.Trainer, accelerate or Lightning "
+    "(docs/integrations.md); or keep optimizer.residual_state_dict() of every rank beside it, or call "
+    "optimizer.flush() on every rank before"
 )
 LOADED_TWICE = (
     "a second load_state_dict() before the next step has emptied the residuals and momentum that load_checkpoint() had "

@@ -1,0 +1,88 @@
+"""Jobs of Horovod: its ``run`` function with torch, and Keras."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.integrations.training import EPOCHS, RANKS, Run, Trained, digit_loss, digits, ended, small_net
+
+if TYPE_CHECKING:
+    from keras import Model
+
+
+def torch_job(run: Run) -> Trained:
+    """A loop of Horovod's, SGD with momentum; ``save_checkpoint``."""
+    import horovod.torch as hvd
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    hvd.init()
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    if run.compression is not None:
+        from dgc_horovod.torch import DistributedOptimizer, load_checkpoint, save_checkpoint
+
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), run.compression)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    if run.resumes:
+        load_checkpoint(run.folder, model, optimizer)
+    images, labels = (part[hvd.rank() :: RANKS].split(16) for part in digits()[0].tensors)
+    for epoch in range(EPOCHS // 2 if run.resumes else 0, EPOCHS):
+        for x, y in zip(images[:-1], labels[:-1], strict=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if run.saves and epoch + 1 == EPOCHS // 2:
+            save_checkpoint(run.folder, model, optimizer)
+    return ended(model, optimizer, digit_loss(model))
+
+
+def start(body: Callable[[], None]) -> None:
+    """Start ranks by ``horovod.run``; the one line that unedited scripts need there is `activate`."""
+    import horovod
+
+    horovod.run(_activated, (body,), np=RANKS, use_gloo=True, executable=sys.executable)
+
+
+def _activated(body: Callable[[], None]) -> None:
+    from dgc_horovod.launch.activate import activate
+
+    activate()
+    body()
+
+
+def keras_job(run: Run) -> Trained:
+    """``model.fit`` with Horovod's callback, SGD with momentum, several steps in a call."""
+    import horovod.tensorflow.keras as hvd
+    import keras
+
+    hvd.init()
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((64,)), keras.layers.Dense(256, "tanh"), keras.layers.Dense(10)]
+    model = keras.Sequential(layers)
+    optimizer = keras.optimizers.SGD(0.1, 0.9)
+    if run.compression is not None:
+        from dgc_horovod.tensorflow import DistributedOptimizer
+
+        optimizer = DistributedOptimizer(optimizer, compression=run.compression)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, steps_per_execution=7)
+    images, labels = (part.numpy()[hvd.rank() :: RANKS][:784] for part in digits()[0].tensors)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(images, labels, 16, EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+    return _of_keras(model)
+
+
+def _of_keras(model: Model) -> Trained:
+    images, labels = (part.numpy() for part in digits()[1].tensors)
+    weights = np.concatenate([np.ravel(each) for each in model.get_weights()])
+    stats = getattr(model.optimizer, "compression_stats", dict)()
+    return Trained(weights, float(model.evaluate(images, labels, verbose=0)), stats)
