@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/ddp_digits.py --compression dgc
 
 Shows the two lines that a DDP script adds: the import and ``register``. With ``--checkpoint`` the ranks save every
-epoch, and go on from there when torchrun has started them again (``torchrun --max-restarts``).
+epoch, and go on from there when torchrun has started them again (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun
+--max-restarts 3 ...``; why the variable: docs/ddp.md).
 """
 
 from __future__ import annotations
