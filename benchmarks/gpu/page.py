@@ -185,7 +185,10 @@ def quality_table(runs: dict[str, Any]) -> str:
                 f"1/{1 / each['traffic']:.1f}",
             ])  # fmt: skip
     head = ["GPT of 124 M", "steps", "dense, nats", "compressed, nats", "gap", "bytes"]
-    means = [f"- {variant}: {spread(values, '+.4f')} nats over {len(values)} runs" for variant, values in gaps.items()]
+    means = [
+        f"- {variant}: {spread(values, '+.4f')} nats, {len(values)} run{'s' * (len(values) > 1)}"
+        for variant, values in gaps.items()
+    ]
     return "\n\n".join([markdown(head, lines), "\n".join(means)])
 
 

@@ -30,7 +30,7 @@ from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates import update_of
 
 WORKERS, DENSITIES = 8, {"SGD": 0.001, "AdamW": 0.01}
-WARMUP, TIMED, PROFILED = 6, 15, 3
+WARMUP, TIMED, PROFILED = 5, 10, 2
 _WAITS = ("Synchronize", "cudaMemcpy")  # calls in which the host waits for the device: not cudaMemcpyAsync
 
 Step = Callable[[], None]
@@ -143,6 +143,7 @@ def study(device: str, models: dict[str, Trained], say: Callable[[str], None]) -
         with _alone_in_a_group(device):
             for name_of_way, way in zip(STEP_WAYS, (_alone, _with_empty_hook, _compressed), strict=True):
                 row[name_of_way] = _measured(way, trained, device)
+                say(f"{name}, {name_of_way}: {row[name_of_way]}")
         rows.append(row)
     return rows
 

@@ -245,7 +245,7 @@ class Bytes(Text):
 class Tokens(Text):
     """The next token of Python packages' sources, on a GPU where there is one."""
 
-    settings = Settings(batch=8, steps=1500, lr=0.1, clip_norm=1.0, density=0.01, stage=75, adamw_lr=6e-4, ramp=100)
+    settings = Settings(batch=8, steps=600, lr=0.1, clip_norm=1.0, density=0.01, stage=30, adamw_lr=6e-4, ramp=100)
     title, window, classes = "tokens, GPT of 124 M", 512, tokens.SYMBOLS
     points, width, blocks, tested = 15, 768, 12, 256
 

@@ -68,4 +68,4 @@ def test_gpu_quality_compares_with_the_dense_run_of_the_same_seed():
     table = page.quality_table(runs)
     assert "seed 0, a GPU | 1,500 | 2.0000 | 2.1000 | +0.1000 | 1/100.0 |" in table
     assert "seed 2" not in table, "there is no dense run of that seed"
-    assert table.endswith("- dgc: +0.2000 ± 0.1414 nats over 2 runs")
+    assert table.endswith("- dgc: +0.2000 ± 0.1414 nats, 2 runs")

@@ -85,6 +85,7 @@ class TritonKernels(TorchEagerKernels):
         thresholds = thresholds_of(gradients.bucket, ranges)
         form = taking.prepare(gradients, scale, thresholds)
         with using(self.device):
+            taking.settings.send()
             taking.launch(form, state, board[:REPORT], board[REPORT:])
         for part in ranges if want_sums else ():
             start = int(part["start"])

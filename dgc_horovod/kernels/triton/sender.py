@@ -130,7 +130,7 @@ class BucketPass:
             self.values = torch.empty(max(max_candidates, 1), dtype=torch.float32, device=self.device)
 
     def prepare(self, gradients: ListedGradients, scale: float, thresholds: Sequence[float]) -> Form:
-        """Send the step's addresses, thresholds and numbers to the device; all gradients must be `alike`.
+        """Write the step's addresses, thresholds and numbers to `settings`, still to be sent; gradients are `alike`.
 
         Args:
             gradients, scale: see `Kernels.accumulate`; gradients stay until the device has read them.
@@ -146,11 +146,10 @@ class BucketPass:
         host["numbers"][SCALE.value] = scale
         for place, number in numbers.items():
             host["numbers"][place] = number
-        self.settings.send()
         return Form(feed, aligned)
 
     def launch(self, form: Form, state: State, report: torch.Tensor, histogram: torch.Tensor) -> None:
-        """Start the pass.
+        """Start the pass, after `settings` has been sent.
 
         Args:
             form: from `prepare`.
@@ -278,15 +277,16 @@ class TritonSender:
         form = taking.prepare(gradients, scale, [threshold] * len(gradients.arrays))
 
         def kernels() -> None:
+            taking.settings.send()
             self._board.zero_()
             taking.launch(form, state, self._report, self._histogram)
             self._select(taking)
             self._write(taking.settings.device["header"], state, masks)
+            # on this stream: it takes a few microseconds, as long as the events that another one would need
+            self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
 
         with using(self.device):
             self._recorded.launch((form, masks, *_places(taking, state)), kernels)
-            # on this stream: it takes a few microseconds, as long as the events that another one would need
-            self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
             self._arrival.record()
         gradients.arrays = [None] * len(gradients.arrays)
         self._under_way = taking, masks
