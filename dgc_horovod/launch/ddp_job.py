@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,21 @@ def _settings() -> tuple[Job, str]:
     return job, ""
 
 
+def _call_before_parting(told: Callable[[], None]) -> None:
+    """Let ``destroy_process_group`` call `told` first where it ends the group of all ranks."""
+    import torch.distributed as dist
+
+    stock = dist.destroy_process_group
+
+    @functools.wraps(stock)
+    def destroy_process_group(group: Any = None) -> None:
+        if group in (None, dist.group.WORLD):
+            told()
+        stock(group)
+
+    dist.destroy_process_group = destroy_process_group  # a Ray worker and scripts find it there
+
+
 class DDPJob:
     """One process of such a job.
 
@@ -68,6 +85,7 @@ class DDPJob:
         self.job, self._problem = job, problem
         self.outcome = Outcome(job, OF_DDP)
         self.outcome.watch_exit()
+        _call_before_parting(self.outcome.part)
         self._unedited: Unedited | None = None
 
     def meet(self) -> None:

@@ -86,7 +86,7 @@ class Outcome:
         self._told: set[str] = set()
         self._recording: Recording | None = None
         self._reports: Reports | None = None
-        self._process = os.getpid()
+        self._process, self._said_at = os.getpid(), -1.0  # steps when the summary was printed
         address = envvars.desk_address()
         self._desk = StatusBoard([address]) if address else None
 
@@ -172,6 +172,12 @@ class Outcome:
             return self._missing.exchanged if self.found else ""
         return at_end.why_nothing(self.job.config, self._missing.step)
 
+    def part(self) -> None:
+        """Print the summary on rank 0: the ranks part, and Ray kills the process then, with no exit handler."""
+        if os.getpid() == self._process and self.rank == 0 and not self.why_inactive():
+            self._said_at = self.stats()["steps"]
+            at_end.say(self.line(), "")
+
     def line(self) -> str:
         """The summary, for people."""
         at_end.pending()
@@ -211,7 +217,8 @@ class Outcome:
         if self._recording is not None:
             self._recording.end()
         inactive = self.why_inactive()
-        at_end.say(self.line(), inactive)
+        if inactive or at_end.failed() or self.stats()["steps"] != self._said_at:
+            at_end.say(self.line(), inactive)
         heard = self._report(END, {"inactive": inactive})
         allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self._may_fail
         return EXIT_INACTIVE if inactive and not (at_end.failed() or allowed or heard) else 0

@@ -91,6 +91,16 @@ def test_a_rank_that_is_not_active_is_named_on_every_other(tmp_path):
     assert "rank 1 of 3 did not answer within 4 s" in first and set(others) == {first}, output
 
 
+@pytest.mark.slow
+def test_the_last_line_is_there_where_a_process_is_killed_after_its_group(tmp_path):
+    """As Ray does with its workers: no exit handler runs."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nfrom tests.helpers import unedited_ddp\nunedited_ddp.main()\nos._exit(0)\n")
+    command = [*torchrun(2), str(script), str(tmp_path / "w"), "plain"]
+    code, output = run(command, 100, {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"})
+    assert code == 0 and len(re.findall(r"dgc_horovod: dgc, density \S+: 11 steps; ", output)) == 1, output
+
+
 def test_dgcrun_before_torchrun(tmp_path):
     """Flags, checks before the start, the report, the exit code: as for Horovod; without an entry point."""
     page = tmp_path / "page.html"
