@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,21 +56,6 @@ def _settings() -> tuple[Job, str]:
     return job, ""
 
 
-def _call_before_parting(told: Callable[[], None]) -> None:
-    """Let ``destroy_process_group`` call `told` first where it ends the group of all ranks."""
-    import torch.distributed as dist
-
-    stock = dist.destroy_process_group
-
-    @functools.wraps(stock)
-    def destroy_process_group(group: Any = None) -> None:
-        if group in (None, dist.group.WORLD):
-            told()
-        stock(group)
-
-    dist.destroy_process_group = destroy_process_group  # a Ray worker and scripts find it there
-
-
 class DDPJob:
     """One process of such a job.
 
@@ -85,7 +68,6 @@ class DDPJob:
         self.job, self._problem = job, problem
         self.outcome = Outcome(job, OF_DDP)
         self.outcome.watch_exit()
-        _call_before_parting(self.outcome.part)
         self._unedited: Unedited | None = None
 
     def meet(self) -> None:
@@ -119,6 +101,10 @@ class DDPJob:
     def found(self) -> None:
         """See `unedited.Listener`."""
         self.outcome.found = True
+
+    def parting(self) -> None:
+        """See `unedited.Listener`."""
+        self.outcome.part()
 
     def has_wrapped(self, optimizer: Any) -> None:
         """See `unedited.Listener`."""

@@ -33,6 +33,9 @@ class Listener(Protocol):
     def found(self) -> None:
         """Called when the script has made a DistributedDataParallel."""
 
+    def parting(self) -> None:
+        """Called when the script is about to destroy the process group of all ranks."""
+
     def has_wrapped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when the gradients of `optimizer` are compressed from now on."""
 
@@ -112,6 +115,15 @@ class Unedited:
             listener.found()
 
         DistributedDataParallel.__init__ = noting  # type: ignore[assignment,method-assign]
+        destroy = dist.destroy_process_group
+
+        @functools.wraps(destroy)
+        def parting(group: dist.ProcessGroup | None = None) -> None:
+            if group in (None, dist.group.WORLD):
+                listener.parting()
+            destroy(group)
+
+        dist.destroy_process_group = parting  # where scripts and a worker of Ray Train find it
         register_optimizer_step_post_hook(torch.compiler.disable(self._stepped))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
