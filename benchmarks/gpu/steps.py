@@ -6,7 +6,6 @@ that does nothing, and with this package's hooks and a carrier that brings N cop
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,14 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.page import STEP_WAYS
-from benchmarks.quality.tasks import TransformerModel
+from benchmarks.gpu.timing import timed
+from benchmarks.quality.tasks import TransformerModel, tied_transformer
 from dgc_horovod import DGCConfig
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates import update_of
 
 WORKERS, DENSITIES = 8, {"SGD": 0.001, "AdamW": 0.01}
-WARMUP, TIMED, PROFILED = 5, 10, 2
+WARMUP, TIMED, PROFILED = 2, 10, 2
 _WAITS = ("Synchronize", "cudaMemcpy")  # calls in which the host waits for the device: not cudaMemcpyAsync
 
 Step = Callable[[], None]
@@ -80,15 +80,6 @@ class Echo(Collectives):
         raise AssertionError("no collective has a handle")
 
 
-def _gpt() -> nn.Module:
-    model = TransformerModel(50_304, 1024, 768, 12, 12, spread=0.02)
-    model.output = nn.Linear(768, 50_304, bias=False)
-    model.output.weight = model.embedding.weight
-    for block in model.blocks:
-        block.compile()
-    return model
-
-
 def _resnet50() -> nn.Module:
     from torchvision.models import resnet50
 
@@ -122,7 +113,12 @@ MODELS = {
     "ResNet-50, batch 64": Trained(
         _resnet50, _images, lambda model, x, y: functional.cross_entropy(model(x).float(), y), "SGD"
     ),
-    "GPT of 124 M, 16 x 1,024": Trained(_gpt, _tokens(16, 1024, 50_257), _scores_loss, "AdamW"),
+    "GPT of 124 M, 16 x 1,024": Trained(
+        lambda: tied_transformer(50_304, 1024, 768, 12, compiles=True),
+        _tokens(16, 1024, 50_257),
+        _scores_loss,
+        "AdamW",
+    ),
     "BERT-large, 16 x 512": Trained(
         _bert, _tokens(16, 512, 30_522), lambda model, tokens: model(input_ids=tokens, labels=tokens).loss, "AdamW"
     ),
@@ -141,9 +137,9 @@ def study(device: str, models: dict[str, Trained], say: Callable[[str], None]) -
         say(f"whole steps of {name}")
         row: dict[str, Any] = {"model": name, "optimizer": trained.optimizer}
         with _alone_in_a_group(device):
-            for name_of_way, way in zip(STEP_WAYS, (_alone, _with_empty_hook, _compressed), strict=True):
-                row[name_of_way] = _measured(way, trained, device)
-                say(f"{name}, {name_of_way}: {row[name_of_way]}")
+            for way, make in zip(STEP_WAYS, (_alone, _with_empty_hook, _compressed), strict=True):
+                row[way] = _measured(make, trained, device)
+                say(f"{name}, {way}: {row[way]}")
         rows.append(row)
     return rows
 
@@ -173,8 +169,9 @@ def _backward(trained: Trained, model: nn.Module, batch: tuple[Tensor, ...], dev
     loss.backward()
 
 
-def _alone(trained: Trained, device: str) -> Step:
-    model, optimizer, batch = _parts(trained, device)
+def _alone(trained: Trained, device: str, around: Callable[[nn.Module], nn.Module] = lambda model: model) -> Step:
+    inner, optimizer, batch = _parts(trained, device)
+    model = around(inner)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -185,16 +182,12 @@ def _alone(trained: Trained, device: str) -> Step:
 
 
 def _with_empty_hook(trained: Trained, device: str) -> Step:
-    model, optimizer, batch = _parts(trained, device)
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, noop_hook)
+    def around(model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, noop_hook)
+        return wrapped
 
-    def step() -> None:
-        optimizer.zero_grad()
-        _backward(trained, wrapped, batch, device)
-        optimizer.step()
-
-    return step
+    return _alone(trained, device, around)
 
 
 def _compressed(trained: Trained, device: str) -> Step:
@@ -225,32 +218,17 @@ def _compressed(trained: Trained, device: str) -> Step:
     return step
 
 
-def _measured(way: Callable[[Trained, str], Step], trained: Trained, device: str) -> dict[str, Any]:
+def _measured(make: Callable[[Trained, str], Step], trained: Trained, device: str) -> dict[str, Any]:
     """Milliseconds of a step, the share of them in which the host waits for the device, and GiB of its memory."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    step = way(trained, device)
-    warmup, timed = (WARMUP, TIMED) if device == "cuda" else (1, 2)
-    for _ in range(warmup):
+    step = make(trained, device)
+    for _ in range(WARMUP if device == "cuda" else 0):  # beside those of `timed`
         step()
-    found = [_wall(step, device) for _ in range(timed)]
+    found = timed(step, device, TIMED if device == "cuda" else 2)
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
-    return {"ms": statistics.median(found), "least": min(found), "most": max(found), "memory": memory,
-            "waits": _waiting(step, device)}  # fmt: skip
-
-
-def _wall(step: Step, device: str) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    step()
-    _wait(device)
-    return 1e3 * (time.perf_counter() - start)
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return {**found, "memory": memory, "waits": _waiting(step, device)}
 
 
 def _waiting(step: Step, device: str) -> float | None:

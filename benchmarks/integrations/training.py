@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +70,18 @@ def ended(model: nn.Module, optimizer: Any, loss: float) -> Trained:
     stats = optimizer.compression_stats() if hasattr(optimizer, "compression_stats") else {}
     weights = torch.cat([p.detach().float().flatten() for p in model.parameters()]).numpy()
     return Trained(weights, loss, {name: stats[name] for name in ("steps", "bytes_sent", "bytes_dense") if stats})
+
+
+def train_digits(run: Run, rank: int, model: nn.Module, optimizer: Any, save: Callable[[], None]) -> None:
+    """Train as a plain loop does, on this rank's digits; call `save` at half of the epochs where the run saves."""
+    images, labels = (part[rank::RANKS].split(16) for part in digits()[0].tensors)
+    for epoch in range(EPOCHS // 2 if run.resumes else 0, EPOCHS):
+        for x, y in zip(images[:-1], labels[:-1], strict=True):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if run.saves and epoch + 1 == EPOCHS // 2:
+            save()
 
 
 def texts(count: int) -> torch.Tensor:

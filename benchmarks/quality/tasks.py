@@ -70,6 +70,21 @@ class TransformerModel(nn.Module):
         return self.output(self.norm(self.blocks(self.embedding(symbols) + self.places[: symbols.shape[1]])))
 
 
+def tied_transformer(symbols: int, window: int, width: int, blocks: int, compiles: bool) -> TransformerModel:
+    """A `TransformerModel` in GPT-2's form: input and output share their weights, and heads are 64 wide.
+
+    Args:
+        symbols, window, width, blocks: of the model.
+        compiles: whether the blocks are compiled; they share their code.
+    """
+    model = TransformerModel(symbols, window, width, blocks, width // 64, spread=0.02)
+    model.output = nn.Linear(width, symbols, bias=False)
+    model.output.weight = model.embedding.weight
+    for block in model.blocks if compiles else ():
+        block.compile()
+    return model
+
+
 class _Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -250,14 +265,9 @@ class Tokens(Text):
     points, width, blocks, tested = 15, 768, 12, 256
 
     def make_model(self) -> nn.Module:
-        """GPT-2's smallest shape: input and output share their weights, and layers their compiled code."""
+        """GPT-2's smallest shape."""
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = TransformerModel(self.classes, self.window, self.width, self.blocks, self.width // 64, spread=0.02)
-        model.output = nn.Linear(self.width, self.classes, bias=False)
-        model.output.weight = model.embedding.weight
-        if self._device.type == "cuda":
-            for block in model.blocks:
-                block.compile()
+        model = tied_transformer(self.classes, self.window, self.width, self.blocks, self._device.type == "cuda")
         return model.to(self._device)
 
     def corpus(self) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.integrations.training import EPOCHS, RANKS, Run, Trained, digit_loss, digits, ended, small_net
+from benchmarks.integrations.training import (
+    EPOCHS,
+    RANKS,
+    Run,
+    Trained,
+    digit_loss,
+    digits,
+    ended,
+    small_net,
+    train_digits,
+)
 
 if TYPE_CHECKING:
     from keras import Model
@@ -18,7 +28,6 @@ def torch_job(run: Run) -> Trained:
     """A loop of Horovod's, SGD with momentum; ``save_checkpoint``."""
     import horovod.torch as hvd
     import torch
-    from torch.nn.functional import cross_entropy
 
     hvd.init()
     model = small_net()
@@ -32,14 +41,7 @@ def torch_job(run: Run) -> Trained:
     hvd.broadcast_parameters(model.state_dict(), 0)
     if run.resumes:
         load_checkpoint(run.folder, model, optimizer)
-    images, labels = (part[hvd.rank() :: RANKS].split(16) for part in digits()[0].tensors)
-    for epoch in range(EPOCHS // 2 if run.resumes else 0, EPOCHS):
-        for x, y in zip(images[:-1], labels[:-1], strict=True):
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-        if run.saves and epoch + 1 == EPOCHS // 2:
-            save_checkpoint(run.folder, model, optimizer)
+    train_digits(run, hvd.rank(), model, optimizer, lambda: save_checkpoint(run.folder, model, optimizer))
     return ended(model, optimizer, digit_loss(model))
 
 

@@ -28,6 +28,7 @@ from benchmarks.integrations.training import (
     ended,
     small_net,
     texts,
+    train_digits,
 )
 
 STEPS = 60
@@ -128,16 +129,13 @@ def plain(run: Run) -> Trained:
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
         load_residuals(run.folder / "residuals", optimizer)
-    images, labels = (part[dist.get_rank() :: RANKS].split(16) for part in digits()[0].tensors)
-    for epoch in range(EPOCHS // 2 if run.resumes else 0, EPOCHS):
-        for x, y in zip(images[:-1], labels[:-1], strict=True):
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-        if run.saves and epoch + 1 == EPOCHS // 2:
-            if dist.get_rank() == 0:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-            save_residuals(run.folder / "residuals", optimizer)  # waits for every rank
+
+    def save() -> None:
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        save_residuals(run.folder / "residuals", optimizer)  # waits for every rank
+
+    train_digits(run, dist.get_rank(), model, optimizer, save)
     return ended(model.module, optimizer, digit_loss(model.module))
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
-from tests.helpers.late import SPEEDS, ready
+from tests.helpers.late import SPEEDS, adamw, ready
 from tests.helpers.regression import batches, fingerprint, smooth_model
 
 
@@ -18,14 +18,10 @@ def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
-
-
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (_sgd, {}),
     "clipped": (_sgd, {"clip_norm": 0.5}),
-    "AdamW, small tensors dense": (_adamw, {"dense_values": "fp32"}),
+    "AdamW, small tensors dense": (adamw, {"dense_values": "fp32"}),
 }
 
 

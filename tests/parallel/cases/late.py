@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import horovod.torch as hvd
-import torch
 import torch.nn.functional as F
 
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from tests.helpers.late import SPEEDS, ready
+from tests.helpers.late import SPEEDS, adamw, ready
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train
 
 FIELDS: dict[str, Any] = {"density": 0.05, "min_numel": 16, "bucket_bytes": 1024}
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
