@@ -33,6 +33,7 @@ FRAMEWORKS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu"
 HOROVODS_NAMES = {"torch": "pytorch", "tensorflow": "tensorflow"}  # in its metadata.json
 LOG_TAIL_LINES, MOST_ERRORS, FAILED = 40, 10, "failed"  # a file in place of the wheel: this build does not work here
 HOW_TO_GO_ON = {
+    "joined": "Horovod did not build with its source files joined; building them one by one: twice the time.",
     "cuda": "Horovod did not build with CUDA; building it with CPU operations.",
     "mpi": "Horovod did not build against this MPI; building it with Gloo alone. For MPI, install a system MPI "
     "(Debian: libopenmpi-dev openmpi-bin) and run scripts/build_horovod --force.",
@@ -52,6 +53,7 @@ foreach(asked 14 17)
   set(CMAKE_CXX${asked}_EXTENSION_COMPILE_OPTION "-std=gnu++${standard}")
 endforeach()
 string(APPEND CMAKE_CXX_FLAGS " -include string -include stdexcept -include cstdint") # forgotten
+string(REPLACE "-g " "" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}") # 33 of 35 MB
 # The wheel is used in other environments too: each must find its own pip-installed MPI, in lib/.
 set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")
 # XLA operations are off by default in Horovod; their one source no longer compiles.
@@ -60,6 +62,12 @@ function(add_library name)
   list(FILTER sources EXCLUDE REGEX "xla_mpi_ops\\\\.cc$")
   _add_library(${name} ${sources})
 endfunction()
+"""
+# In that function: compile 12 files as one, which reads their common headers once. Half the time of the build.
+JOINED = """\
+  if(name MATCHES "^(pytorch|tensorflow)$")
+    set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 12)
+  endif()
 """
 # In that function, for a torch that asks for more.
 NEWER_TORCH = '  if(name STREQUAL "pytorch")\n    target_compile_features(pytorch PRIVATE cxx_std_{})\n  endif()\n'
@@ -124,11 +132,13 @@ class Build:
         frameworks: versions of those installed here, by name.
         mpi: path of the MPI C++ compiler wrapper; None for Gloo alone.
         cuda: whether Horovod compiles its CUDA code for a CUDA torch.
+        joined: whether several source files are compiled as one.
     """
 
     frameworks: dict[str, str]
     mpi: str | None
     cuda: bool
+    joined: bool = True
 
     def key(self) -> str:
         """Return a name of the wheel, from everything that changes its content."""
@@ -137,11 +147,14 @@ class Build:
         parts += ["mpi" if self.mpi else "nompi", *(["cuda"] if self.cuda else [])]
         options = sorted(f"{k}={v}" for k, v in os.environ.items() if BUILD_SETTINGS.match(k))
         compiler = command_output(os.environ.get("CXX", "g++"), "-dumpfullversion")
-        fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, after_project()])
+        added = after_project(self.joined)
+        fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, added])
         return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
 
     def simpler(self) -> Build | None:
-        """Return the build to try if this one fails: first without CUDA, then without MPI."""
+        """Return the build to try if this one fails: file by file, then without CUDA, then without MPI."""
+        if self.joined:
+            return replace(self, joined=False)
         if self.cuda:
             return replace(self, cuda=False)
         return replace(self, mpi=None) if self.mpi else None
@@ -177,10 +190,11 @@ def torch_standard() -> int:
     return max(17, int(asked[1])) if asked else 17
 
 
-def after_project() -> str:
+def after_project(joined: bool) -> str:
     """Return the file that CMake includes after Horovod's project()."""
     standard, end = torch_standard(), "endfunction()\n"
-    return AFTER_PROJECT.removesuffix(end) + (NEWER_TORCH.format(standard) if standard > 17 else "") + end
+    newer = NEWER_TORCH.format(standard) if standard > 17 else ""
+    return AFTER_PROJECT.removesuffix(end) + newer + JOINED * joined + end
 
 
 def cache_folder() -> Path:
@@ -194,7 +208,7 @@ def cache_folder() -> Path:
 def build_environment(work: Path, build: Build) -> dict[str, str]:
     """Return the environment of the build; variables HOROVOD_* of the caller have priority."""
     included, toolchain, wrapper = work / "after_project.cmake", work / "toolchain.cmake", work / "cmake"
-    included.write_text(after_project())
+    included.write_text(after_project(build.joined))
     toolchain.write_text(f'set(CMAKE_PROJECT_horovod_INCLUDE "{included}")\n')
     cmake = shutil.which("cmake")
     if cmake is None:
@@ -269,7 +283,7 @@ def show_progress(lines: Iterator[str]) -> None:
 def build_wheel(build: Build, target: Path) -> Path:
     """Compile Horovod from its published source into `target`; returns the wheel's path."""
     target.mkdir(parents=True, exist_ok=True)
-    tell(f"building Horovod for {target.name}: 3-7 minutes on 2 cores, log in {target / 'build.log'}")
+    tell(f"building Horovod for {target.name}: 2-5 minutes on 2 cores, log in {target / 'build.log'}")
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as folder:
         work = Path(folder)
         # pip's wheel cache would hand back an earlier build whatever HOROVOD_* says: --no-cache-dir
@@ -309,10 +323,10 @@ def build_with_fallback(wanted: Build, cache: Path) -> Path:
             if build.simpler() is None:
                 raise
             tell(str(error))
-            tell(HOW_TO_GO_ON["cuda" if build.cuda else "mpi"])
+            tell(HOW_TO_GO_ON["joined" if build.joined else "cuda" if build.cuda else "mpi"])
             failed.append(build)
         else:
-            # the simpler build works, so the cause was CUDA or MPI, and not the network, say
+            # the simpler build works, so the cause was what it leaves out, and not the network, say
             for each in failed:
                 (cache / each.key() / FAILED).touch()
             return wheel
@@ -358,7 +372,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line of ``scripts/build_horovod``."""
     description = (
         f"Build Horovod {HOROVOD_VERSION} from its published source for the torch and TensorFlow of this Python "
-        "environment, keep the wheel in the cache, and install it. 3-7 minutes on 2 cores; seconds from the cache."
+        "environment, keep the wheel in the cache, and install it. 2-5 minutes on 2 cores; seconds from the cache."
     )
     parser = argparse.ArgumentParser(prog="build_horovod", description=description)
     parser.add_argument("--force", action="store_true", help="build and install even if a working Horovod is there")

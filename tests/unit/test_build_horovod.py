@@ -26,8 +26,34 @@ def test_the_standard_is_the_one_that_torchs_headers_ask_for(tmp_path, monkeypat
         header.parent.mkdir(parents=True)
         header.write_text(f"#if __cplusplus < 0\n{line}\n#endif\n")
     assert build_horovod.torch_standard() == standard
-    text = build_horovod.after_project()
-    assert ("cxx_std_20" in text) == (standard == 20) and text.endswith("endfunction()\n")
+    for joined in (True, False):
+        text = build_horovod.after_project(joined)
+        assert ("cxx_std_20" in text) == (standard == 20) and text.endswith("endfunction()\n")
+        assert ("UNITY_BUILD ON" in text) == joined
+
+
+def test_a_build_that_fails_is_tried_with_less(monkeypatch, tmp_path, capsys):
+    """First file by file, which any compiler can, then without CUDA, then without MPI."""
+    tried = []
+
+    def build_wheel(build, target):
+        tried.append((build.joined, build.cuda, build.mpi))
+        target.mkdir(parents=True)
+        if build.mpi or build.joined:
+            raise build_horovod.BuildFailed("no")
+        wheel = target / "horovod-0.whl"
+        wheel.touch()
+        return wheel
+
+    monkeypatch.setattr(build_horovod, "build_wheel", build_wheel)
+    mpi = "/none/mpicxx"
+    wanted = build_horovod.Build({"torch": "2.0"}, mpi=mpi, cuda=True)
+    found = build_horovod.build_with_fallback(wanted, tmp_path)
+    assert tried == [(True, True, mpi), (False, True, mpi), (False, False, mpi), (False, False, None)]
+    said = capsys.readouterr().err
+    assert all(build_horovod.HOW_TO_GO_ON[why] in said for why in ("joined", "cuda", "mpi"))
+    tried.clear()
+    assert build_horovod.build_with_fallback(wanted, tmp_path) == found and not tried  # what fails is known
 
 
 def test_of_a_log_what_the_compiler_refuses_is_shown(tmp_path):
