@@ -19,8 +19,8 @@ from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.nodes import declare
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.launch import activation_check, config_file, summary
-from dgc_horovod.launch.settings import Job, resolve
+from dgc_horovod.launch import activation_check, summary
+from dgc_horovod.launch.settings import Job, of_this_process
 from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, follow_torch, is_ours
 
 _CALLBACKS = (
@@ -92,12 +92,8 @@ def _hooks() -> list[Any]:
 def _from_environment() -> Replacements:
     """The settings of this job; from now on children of this process know nothing of it."""
     clean_path()
-    given = envvars.from_environment()
-    job = resolve({}, given, config_file.for_everyone(given))
-    if job.active:
-        envvars.put_into_environment(job.variables())  # what stands in a file is read from the environment elsewhere
-    replacements = Replacements(job)
-    if job.active:
+    replacements = Replacements(of_this_process())
+    if replacements.job.active:
         replacements.outcome.watch_exit()
     return replacements
 

@@ -32,8 +32,7 @@ def run(words: Sequence[str]) -> int:
         return _run_for_torch(words)
     if not has_horovod:
         raise ConfigError(_NEEDS_HOROVOD)
-    from dgc_horovod.launch import inputs
-    from dgc_horovod.launch.job import run_job
+    from dgc_horovod.launch import inputs, launcher
 
     args, given = flags.parse(words)
     if args.build_horovod:
@@ -51,7 +50,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
     torchrun.refuse_under_horovod(args.command)
     _warn_of_late_flags(args.command)
-    return run_job(args, _with_report(args, job), ssh)
+    return launcher.run_job(args, _with_report(args, job), ssh)
 
 
 def _run_for_torch(words: Sequence[str]) -> int:

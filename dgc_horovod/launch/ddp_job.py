@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import activate, config_file
+from dgc_horovod.launch import activate
 from dgc_horovod.launch.activation_check import SECONDS
-from dgc_horovod.launch.settings import Job, resolve
-from dgc_horovod.launch.summary import OF_DDP, Outcome
+from dgc_horovod.launch.settings import Job, of_this_process, resolve
+from dgc_horovod.launch.summary import END, OF_DDP, Outcome
 from dgc_horovod.notices import make_visible
 
 if TYPE_CHECKING:
@@ -46,18 +46,15 @@ def begin(before: DDPJob | None) -> DDPJob | None:
 
 def _settings() -> tuple[Job, str]:
     """The settings of this job, and what is wrong with them; "" for nothing."""
-    given = envvars.from_environment()
     try:
-        job = resolve({}, given, config_file.for_everyone(given))
+        return of_this_process(), ""
     except ConfigError as error:
-        return replace(resolve({}, {}), method=given.get(envvars.COMPRESSION.name, "dgc")), str(error)
-    if job.active:
-        envvars.put_into_environment(job.variables())  # what stands in a file is read from the environment elsewhere
-    return job, ""
+        method = envvars.from_environment().get(envvars.COMPRESSION.name, "dgc")
+        return replace(resolve({}, {}), method=method), str(error)
 
 
-class DDPJob:
-    """One process of such a job.
+class DDPJob(Outcome):
+    """One process of such a job; a `unedited.Listener`.
 
     Args:
         job: resolved settings of the job.
@@ -65,10 +62,10 @@ class DDPJob:
     """
 
     def __init__(self, job: Job, problem: str) -> None:
-        self.job, self._problem = job, problem
-        self.outcome = Outcome(job, OF_DDP)
-        self.outcome.watch_exit()
+        super().__init__(job, OF_DDP)
+        self._problem = problem
         self._unedited: Unedited | None = None
+        self.watch_exit()
 
     def meet(self) -> None:
         """All ranks are here: let them agree whether to compress. It is the same answer on each."""
@@ -76,13 +73,13 @@ class DDPJob:
 
         problem = self._problem
         try:
-            self.outcome.begin(*unedited.place())
+            self.begin(*unedited.place())
         except ConfigError as error:
             problem = problem or str(error)
         reason = unedited.agree(problem, self._compared(), min(SECONDS, self.job.get(envvars.TIMEOUT)))
         if reason:
             self.refuse(reason)
-            self.outcome.report_inactive(reason)
+            self._report(END, {"inactive": reason}, by=self.rank)  # rank 0 may be the one that is not active
         elif self._unedited is None and self.job.method != "none":
             self._unedited = unedited.Unedited(self._compression(), self)
         if self._unedited is not None:
@@ -100,20 +97,16 @@ class DDPJob:
 
     def found(self) -> None:
         """See `unedited.Listener`."""
-        self.outcome.found = True
-
-    def parting(self) -> None:
-        """See `unedited.Listener`."""
-        self.outcome.part()
+        self.is_there = True
 
     def has_wrapped(self, optimizer: Any) -> None:
         """See `unedited.Listener`."""
-        self.outcome.found = False  # what is wrapped exchanges, unless `auto` leaves it to DDP
-        self.outcome.has_wrapped(optimizer)
+        self.is_there = False  # what is wrapped exchanges, unless `auto` leaves it to DDP
+        super().has_wrapped(optimizer)
 
     def refuse(self, reason: str) -> None:
         """See `unedited.Listener`; told on every rank, once."""
-        if reason not in self.outcome.refused:
-            self.outcome.refused.append(reason)
+        if reason not in self.refused:
+            self.refused.append(reason)
             make_visible()
-            _log.warning("dgc_horovod: %s", self.outcome.not_active(reason))
+            _log.warning("dgc_horovod: %s", self.not_active(reason))

@@ -19,7 +19,7 @@ from typing import Any
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import hosts as horovod_hosts
 from horovod.runner.util import network
-from horovod.runner.util.remote import SSH_COMMAND_PREFIX
+from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars, files
 from dgc_horovod.errors import ConfigError
@@ -157,9 +157,10 @@ def run_on(
         if horovod_env.is_exportable(name) and name != envvars.STATUS_KEY.name
     }
     if is_remote(host):
-        words, handed = [*_way_to(host, ssh), _line(command)], f"{_exports(environment)}\n{secret}"
+        line, handed = _line(command), f"{_exports(environment)}\n{secret}"
         if horovod_env.is_kubeflow_mpi():  # which hands no input on
-            words[-1] = f"printf %s {shlex.quote(handed)} | ( {words[-1]} )"
+            line = f"printf %s {shlex.quote(handed)} | ( {line} )"
+        words = shlex.split(get_remote_command(shlex.quote(line), host, ssh.port, ssh.identity_file, _SSH_SECONDS))
     else:
         words, handed = list(command), secret
     try:
@@ -186,15 +187,6 @@ def _exports(environment: Mapping[str, str]) -> str:
             quoted = shlex.quote(text).replace("\n", f"'\"${_NEWLINE}\"'")
             words.append(f"command export {name}={quoted} 2> /dev/null")  # bash does not let go of its UID, say
     return "; ".join(words)
-
-
-def _way_to(host: str, ssh: Ssh) -> list[str]:
-    """The words before that line: those of Horovod's get_remote_command, and no host is taken for an option."""
-    if horovod_env.is_kubeflow_mpi():
-        return [horovod_env.KUBEFLOW_MPI_EXEC, host]
-    port = ["-p", str(ssh.port)] if ssh.port is not None else []
-    identity = ["-i", ssh.identity_file] if ssh.identity_file is not None else []
-    return [*SSH_COMMAND_PREFIX.split(), *port, *identity, "-o", f"ConnectTimeout={_SSH_SECONDS}", "--", host]
 
 
 def ask(hosts: Sequence[str], interpreter: str, ssh: Ssh) -> list[HostReport]:

@@ -1,4 +1,4 @@
-"""Horovod's launcher, run as it is but for three names of it that are replaced meanwhile.
+"""Jobs of Horovod's launcher: hosts are checked, and it runs as it is but for three names that are replaced meanwhile.
 
 - The key of the status server stands on no command line, where ``ps`` would show it to every user of every host. Over
   Gloo, Horovod writes the environment into the lines that start ranks: ``ssh HOST 'env NAME=VALUE ... python'``. It is
@@ -23,10 +23,15 @@ from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import config_parser
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.elastic.discovery import HostDiscoveryScript
+from horovod.runner.util import network
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.inputs import check_place, checked_slots
+from dgc_horovod.launch import activation_check, hosts, reports, summary
+from dgc_horovod.launch import job as one_job
+from dgc_horovod.launch.inputs import Ssh, check_place, checked_slots
+from dgc_horovod.launch.settings import Job
+from dgc_horovod.launch.status_server import StatusServer
 from dgc_horovod.names import replaced
 
 _KEY = envvars.STATUS_KEY.name
@@ -34,6 +39,11 @@ _NEEDED = (
     (launch, ("parse_args", "_run", "argparse", "discovery", "is_gloo_used", "_is_elastic")),
     (gloo_run, ("get_remote_command", "env_util")),
     (config_parser, ("set_args_from_config",)),
+)
+_MISSED_REPORTS = 3.0  # intervals without a word of rank 0, after which it is taken to have been out of reach
+_IF_QUIET = (
+    f"dgcrun: for {one_job.QUIET_SECONDS:.0f} s no rank has called hvd.init() with compression on; if the script "
+    "should have by now, it trains uncompressed (PYTHONPATH reset? another Python?)"
 )
 
 
@@ -47,12 +57,73 @@ def check_horovod() -> None:
         )
 
 
-def run(args: Namespace) -> int:
-    """What ``horovodrun`` does after it has parsed its command line; returns the exit code.
+def run_job(args: Namespace, job: Job, ssh: Ssh) -> int:
+    """Run a job to its end; returns its exit code.
 
     Args:
         args: Horovod's parsed arguments, as `inputs.make_safe` left them.
+        job: resolved settings of the job.
+        ssh: way in which the hosts are reached.
+
+    Raises:
+        ConfigError: some host is not fit for it; nothing was started.
     """
+    slots, addresses = hosts.host_slots(args), []
+    envvars.put_into_environment({**job.variables(), envvars.HOSTS.name: slots, **_nodes(job, slots, args.num_proc)})
+    if job.active:
+        envvars.put_on_path(hosts.check(slots, args.command, ssh))
+        addresses = _own_addresses(slots)
+
+    def why_silent(status: StatusServer) -> str:
+        return why_uncompressed(status, args.num_proc or 1)
+
+    launcher = one_job.Launcher(lambda: _run(args), "stock Horovod", addresses, why_silent, _IF_QUIET)
+    return one_job.run(args, job, slots, launcher)
+
+
+def _nodes(job: Job, slots: str, workers: int | None) -> dict[str, str]:
+    """The number of workers of a node, which every rank must know alike before Horovod starts, if it is wanted."""
+    config = job.config
+    if config is None or not config.may_use_nodes or config.node_size is not None or not (slots and workers):
+        return {}
+    size = hosts.ranks_a_host(slots, workers)
+    return {envvars.NODE_SIZE.name: str(size)} if size else {}
+
+
+def _own_addresses(slots: str) -> list[str]:
+    """Of this machine, those first by which the hosts are reached."""
+    likely = [hosts.own_address_towards(name) for name in hosts.names_of(slots)]
+    others = sorted(network.get_local_host_addresses()) if "" in likely or not likely else []
+    return list(dict.fromkeys([*filter(None, likely), *others]))
+
+
+def why_uncompressed(status: StatusServer, workers: int) -> str:
+    """Why nothing was compressed in a job that has ended without a word of rank 0; "" where something was.
+
+    A rank 0 that cannot reach us ends with an error by itself where nothing was compressed: its silence proves nothing.
+    """
+    if not status.heard_of:
+        return (
+            "no rank has called hvd.init() of horovod.torch or horovod.tensorflow in a Python that ran dgc_horovod's "
+            f"sitecustomize (or none can reach port {status.port} of this machine)"
+        )
+    told = [figures for figures in status.get_all(reports.PREFIX).values() if isinstance(figures, dict)]
+    if status.get(summary.WRAPPED) or any(figures.get("timed_steps") for figures in told):
+        one_job.say("dgc_horovod: no summary: rank 0 has ended without Python's exit handlers (os._exit)")
+        return ""
+    # while it can, it tells something at each interval of the reports
+    silent = min(map(status.silent_for, (activation_check.present(0, 0), summary.WRAPPED, reports.figures_of(0))))
+    if silent > _MISSED_REPORTS * reports.interval(workers):
+        one_job.say(
+            f"dgcrun: rank 0 was out of reach for the last {silent:.0f} s, so whether the job was compressed is not "
+            "known here; its own last line says it"
+        )
+        return ""
+    return summary.OF_HOROVOD.wrapped
+
+
+def _run(args: Namespace) -> int:
+    """What ``horovodrun`` does after it has parsed its command line; returns the exit code."""
     util.EXTENSIONS.sort(reverse=True)  # the first one is asked what Horovod can do; TensorFlow loads slowly
     discovery = types.SimpleNamespace(**{**vars(launch.discovery), "HostDiscoveryScript": CheckedDiscovery})
     try:

@@ -11,6 +11,7 @@ from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import FLAT, SHARDED, DGCConfig
 from dgc_horovod.envvars import COMPRESSION, FIELDS, LOCAL_STEPS, SETTABLE
 from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import config_file
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.settings import EVERYWHERE, OF_METHODS, Setting, as_text
 
@@ -155,6 +156,19 @@ def resolve(
         return Job(chosen.text, None, settings)
     job = Job(chosen.text, _config(chosen.text, settings), settings)
     _refuse_useless_nodes(job)
+    return job
+
+
+def of_this_process() -> Job:
+    """The settings of a rank, from its environment and the file for every job; its environment has all of them then.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    given = envvars.from_environment()
+    job = resolve({}, given, config_file.for_everyone(given))
+    if job.active:
+        envvars.put_into_environment(job.variables())  # what stands in a file is read from the environment elsewhere
     return job
 
 

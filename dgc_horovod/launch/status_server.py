@@ -32,24 +32,33 @@ _ALL = "*"  # at the end of what is asked for: all entries whose names begin so
 _NAME = re.compile(r"[\w.-]{1,64}\*?")
 
 
-class StatusServer:
-    """The store in `dgcrun`; a key that nobody guesses keeps strangers out.
+class StatusServer(ThreadingHTTPServer):
+    """The store in `dgcrun`: bounded in connections, in how long each may last, and in what it keeps.
+
+    A key that nobody guesses keeps strangers out.
 
     Args:
         port: port to listen on; 0: one that the system chooses.
     """
 
+    request_queue_size = 1024  # all ranks come at once
+    daemon_threads = True
+
     def __init__(self, port: int = 0) -> None:
         self.key = f"dgc-{secrets.token_hex(16)}"
-        self._server = _Server(("", port), _Handler)
-        self._server.key = self.key
+        self.entries: dict[str, bytes] = {}
+        self.times: dict[str, float] = {}  # when each was put there last
+        self.listing = threading.Lock()  # held while many entries are sent, which may be 128 MiB
         self._own: set[str] = set()  # keys of what dgcrun itself has put here
-        threading.Thread(target=self._server.serve_forever, name="dgc-status", daemon=True).start()
+        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._changed = threading.Condition()
+        super().__init__(("", port), _Handler)
+        threading.Thread(target=self.serve_forever, name="dgc-status", daemon=True).start()
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return self._server.server_address[1]
+        return self.server_address[1]
 
     def place(self, own_addresses: Sequence[str]) -> str:
         """What ranks need to find it, beside the key: ``ADDRESS,ADDRESS:PORT``."""
@@ -58,47 +67,31 @@ class StatusServer:
     @property
     def heard_of(self) -> bool:
         """Whether any rank has reported anything."""
-        return bool(self._server.entries.keys() - self._own)
+        return bool(self.entries.keys() - self._own)
 
     def get(self, key: str) -> Any:
         """The entry under `key`, None if there is none."""
-        data = self._server.entries.get(key)
+        data = self.entries.get(key)
         return None if data is None else json.loads(data)
 
     def get_all(self, prefix: str) -> dict[str, Any]:
         """The entries whose keys begin with `prefix`."""
-        found: dict[str, Any] = json.loads(self._server.beginning_with(prefix))
+        found: dict[str, Any] = json.loads(self.beginning_with(prefix))
         return found
 
     def silent_for(self, key: str) -> float:
         """Seconds since a rank last put something under `key`; infinity if none has."""
-        return time.monotonic() - self._server.times.get(key, -math.inf)
+        return time.monotonic() - self.times.get(key, -math.inf)
 
     def put(self, key: str, entry: Any) -> None:
         """Keep `entry`, of any size, under `key`, for ranks to read."""
         self._own.add(key)
-        self._server.keep(key, json.dumps(entry).encode())
+        self.keep(key, json.dumps(entry).encode())
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    """Bounded in connections, in how long each may last, and in what it keeps."""
-
-    request_queue_size = 1024  # all ranks come at once
-    daemon_threads = True
-    key = ""
-
-    def __init__(self, *args: Any) -> None:
-        self.entries: dict[str, bytes] = {}
-        self.times: dict[str, float] = {}  # when each was put there last
-        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
-        self._changed = threading.Condition()
-        self.listing = threading.Lock()  # held while many entries are sent, which may be 128 MiB
-        super().__init__(*args)
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._changed:
@@ -144,7 +137,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: StatusServer
     timeout = _REQUEST_SECONDS
 
     def setup(self) -> None:

@@ -73,13 +73,13 @@ class Outcome:
 
     Attributes:
         refused: why some optimizers, or all, are not compressed.
-        found: whether there is something to compress, though it has exchanged nothing yet.
+        is_there: whether there is something to compress, though it has exchanged nothing yet.
     """
 
     def __init__(self, job: Job, missing: Missing = OF_HOROVOD) -> None:
         self.job, self._missing = job, missing
         self.refused: list[str] = []
-        self.found = False
+        self.is_there = False
         self.rank: int | None = None  # None until hvd.init()
         self.wrapped = 0  # optimizers, tapes and loaded models
         self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
@@ -130,13 +130,9 @@ class Outcome:
         """An optimizer, a tape or a model is ours now: `made`."""
         self.wrapped += 1
         exchange = getattr(getattr(made, "optimizer", made), "_dgc", None)
-        self.found |= getattr(exchange, "takes_part", False)
+        self.is_there |= getattr(exchange, "takes_part", False)
         if self.wrapped == 1:
             self._report(WRAPPED, True)
-
-    def report_inactive(self, reason: str) -> None:
-        """Tell dgcrun, from any rank, that the ranks do not compress: rank 0 may be the one that is not active."""
-        self._report(END, {"inactive": reason}, by=self.rank)
 
     def _report(self, key: str, entry: Any, by: int | None = 0) -> bool:
         """Tell dgcrun, from rank `by`; returns whether it has heard."""
@@ -165,14 +161,14 @@ class Outcome:
         if self.job.method == "none":
             return ""
         if not self.wrapped and not PROCESS.exchanges:
-            return self._refusals() or (self._missing.exchanged if self.found else self._missing.wrapped)
+            return self._refusals() or (self._missing.exchanged if self.is_there else self._missing.wrapped)
         if self.job.config is None:
             return ""
         if not PROCESS.exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
-            return self._missing.exchanged if self.found else ""
+            return self._missing.exchanged if self.is_there else ""
         return at_end.why_nothing(self.job.config, self._missing.step)
 
-    def part(self) -> None:
+    def parting(self) -> None:
         """Print the summary on rank 0: the ranks part, and Ray kills the process then, with no exit handler."""
         if os.getpid() == self._process and self.rank == 0 and not self.why_inactive():
             self._said_at = self.stats()["steps"]

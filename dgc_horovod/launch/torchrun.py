@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from dgc_horovod import envvars, tools
+from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import settings, summary
-from dgc_horovod.launch.child import Child
+from dgc_horovod.launch import job as one_job
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.status_server import StatusServer
@@ -54,37 +53,12 @@ def run_job(args: Namespace, job: Job) -> int:
     if shutil.which(args.command[0]) is None:
         raise ConfigError(f"{args.command[0]} is not on PATH: activate the environment that has torch")
     envvars.put_into_environment(job.variables())
-    if not job.active:
-        print(f"dgcrun: {settings.show(job, 'DDP alone').splitlines()[0]}", file=sys.stderr)
-        os.execvp(args.command[0], args.command)
-    envvars.put_on_path([FOLDER])
-    child = Child(lambda told: _become(args.command, told))
-    status = StatusServer()  # after the fork: its thread would not survive one
-    description = summary.describe(args, job, "")
-    status.put(summary.RUN, description)
-    status.put(summary.END, None)
-    child.tell(f"{status.place(['127.0.0.1'])} {status.key}")
-    code = child.wait()
-    status.close()
-    if args.report:
-        tools.load("report.command").write_page(job, args.report, description)
-    return code or _look_at_the_end(status, job)
+    if job.active:
+        envvars.put_on_path([FOLDER])
+    start = functools.partial(os.execvp, args.command[0], args.command)  # in place of this process
+    return one_job.run(args, job, "", one_job.Launcher(start, "DDP alone", ["127.0.0.1"], _why_silent))
 
 
-def _become(command: list[str], told: str) -> int:
-    """Replace this process by the command, whose ranks report to the status server of which it is told."""
-    place, key = told.split()
-    envvars.put_into_environment({envvars.STATUS_SERVER.name: place, envvars.STATUS_KEY.name: key})
-    os.execvp(command[0], command)
-
-
-def _look_at_the_end(status: StatusServer, job: Job) -> int:
-    """The exit code of a job that has ended without an error: was it compressed? Rank 0 tells it on its own host."""
-    end = status.get(summary.END)
-    if isinstance(end, dict):
-        reason = str(end.get("inactive", ""))
-    else:
-        reason = "" if status.heard_of or job.method == "none" else _NOBODY
-        if reason:
-            print(f"dgc_horovod: {summary.not_active(job, reason)}", file=sys.stderr, flush=True)
-    return summary.EXIT_INACTIVE if reason and not job.get(envvars.ALLOW_INACTIVE) else 0
+def _why_silent(status: StatusServer) -> str:
+    """Rank 0 tells it on its own host, which may be another."""
+    return "" if status.heard_of else _NOBODY

@@ -239,7 +239,8 @@ def test_nothing_of_the_environment_is_on_the_line_for_another_host(canary, tmp_
         "import json, os, sys; line = open('/proc/self/cmdline').read(); "
         "print(json.dumps([dict(os.environ), line, sys.stdin.read()]))"
     )
-    monkeypatch.setattr(hosts, "_way_to", lambda host, ssh: ["env", "-i", "sh", "-c"])  # a host where nothing is set
+    # a host where nothing is set
+    monkeypatch.setattr(hosts, "get_remote_command", lambda line, *place: f"env -i sh -c {line}")
     answer = hosts.run_on(FAR, [sys.executable, "-c", script], inputs.Ssh(), secret="token\nmore")
     found, line, read = json.loads(answer.stdout)
     assert read == "token\nmore" and "of mine" not in line and "of mine" not in " ".join(answer.args)

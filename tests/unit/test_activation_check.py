@@ -13,11 +13,11 @@ import pytest
 
 from dgc_horovod import envvars, recording
 from dgc_horovod.errors import NotActivated
-from dgc_horovod.launch import activation_check, hosts, job
+from dgc_horovod.launch import activation_check, hosts, job, launcher
 from dgc_horovod.launch import reports as reports_module
 from dgc_horovod.launch import status_server as desk_module
 from dgc_horovod.launch.reports import Reports
-from dgc_horovod.launch.settings import resolve
+from dgc_horovod.launch.settings import Job, resolve
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
 from dgc_horovod.launch.summary import Outcome
 from dgc_horovod.stats import COUNTERS
@@ -103,7 +103,7 @@ def a_free_port() -> int:
 def answer_at(port: int) -> StatusServer:
     """A server that comes back, where nobody has answered."""
     back = StatusServer(port)
-    back._server.key = back.key = "key"
+    back.key = "key"
     return back
 
 
@@ -148,6 +148,11 @@ def test_reports_go_on_after_an_outage(monkeypatch):
         back.close()
 
 
+def end_of(server: StatusServer, settings: Job) -> int:
+    """The exit code of a job of two ranks that has ended without an error."""
+    return job.exit_code(server, settings, lambda status: launcher.why_uncompressed(status, 2))
+
+
 @pytest.mark.parametrize(
     ("told", "silent", "code", "said"),
     [
@@ -167,8 +172,8 @@ def test_a_word_that_is_missing_is_no_proof(server, told, silent, code, said, ca
     view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
     for key, entry in told.items():
         view.put(key, entry)
-        server._server.times[key] -= silent
-    assert job._look_at_the_end(server, resolve({"DGC_COMPRESSION": "dgc"}, {}), 2) == code
+        server.times[key] -= silent
+    assert end_of(server, resolve({"DGC_COMPRESSION": "dgc"}, {})) == code
     assert said in capsys.readouterr().err
 
 
@@ -387,6 +392,6 @@ def test_a_word_of_another_shape_is_no_word(server, monkeypatch):
         for key in ("end", "wrapped", "figures.0", "0.rank0", "run", activation_check.verdict(0)):
             outcome._desk.put(key, entry)
         assert isinstance(outcome._run(), dict)
-        assert job._look_at_the_end(server, outcome.job, 2) in (0, 3)
+        assert end_of(server, outcome.job) in (0, 3)
         found = activation_check._await_verdict(outcome._desk, 0, 1, 0.0)
         assert found == (entry if isinstance(entry, list) else [])
