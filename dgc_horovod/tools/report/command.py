@@ -17,7 +17,7 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.flags import REPORT
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.recording import is_json_lines
-from dgc_horovod.tools.report.figures import Run, number, read
+from dgc_horovod.tools.report.figures import Run, read
 from dgc_horovod.tools.report.page import page
 
 _LINES, _PAGES = ".jsonl", (".html", ".htm")
@@ -38,7 +38,7 @@ def main() -> int:
         print(f"dgc_horovod.report: {error}", file=sys.stderr)
         return 2
     earlier = f"; {len(runs) - 1} earlier ones in the file are not in it" if len(runs) > 1 else ""
-    print(f"{given.output}: {number(runs[-1].last, 'steps'):.0f} steps{earlier}")
+    print(f"{given.output}: {runs[-1].number('steps'):.0f} steps{earlier}")
     return 0
 
 
@@ -93,7 +93,7 @@ def _left_out(parts: Sequence[Run]) -> str:
     """Return a text on the parts of a job before the last: each new process that becomes rank 0 counts anew."""
     if not parts:
         return ""
-    steps = sum(number(part.last, "steps") for part in parts)
+    steps = sum(part.number("steps") for part in parts)
     return f"; rank 0 was replaced while it ran, and the {steps:,.0f} steps before are not in it"
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dgc_horovod import files
 from dgc_horovod.advice import Straggler
@@ -14,6 +14,7 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.stats import COUNTERS, PARTS
 
 Record = dict[str, Any]
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Run:
     @property
     def description(self) -> Mapping[str, Any]:
         """Description of the job by `dgcrun`; empty for a script that was started without it."""
-        found = self.records[0].get("run")
-        return found if isinstance(found, dict) else {}
+        return mapping(self.records[0], "run")
 
     @property
     def job(self) -> str:
@@ -52,6 +52,10 @@ class Run:
         """The latest figures of each rank in the record."""
         return ranks_of(self.last)
 
+    def number(self, name: str, missing: float = 0.0) -> float:
+        """Return a number of the latest record, see `number`."""
+        return number(self.last, name, missing)
+
 
 def number(record: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
     """Return the number under `name`, `missing` if there is none that is finite."""
@@ -62,13 +66,23 @@ def number(record: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
         return missing
 
 
+def mapping(record: Mapping[str, Any], name: str) -> Record:
+    """Return the mapping under `name`, an empty one if there is none."""
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def entries(record: Mapping[str, Any], name: str, kind: type[Entry]) -> list[Entry]:
+    """Return the entries of one kind of the list under `name`, none if there is no list."""
+    found = record.get(name)
+    return [each for each in found if isinstance(each, kind)] if isinstance(found, list) else []
+
+
 def ranks_of(record: Record) -> list[Record]:
     """Return the figures of each rank, in the order of ranks."""
-    found = record.get("ranks")
-    told = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
     return [
         {**each, "host": str(each.get("host", "")), **{name: number(each, name) for name in ("rank", *COUNTERS)}}
-        for each in told
+        for each in entries(record, "ranks", dict)
     ]
 
 
@@ -140,16 +154,6 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Bytes of one rank: sent and received, and what fp32 ring allreduces of every gradient would be."""
-
-    sent: float
-    received: float
-    dense_sent: float
-    dense_received: float
-
-
-@dataclass(frozen=True)
 class Saved:
     """A step over a link: seconds of dense exchanges, and the seconds that the measured one saves."""
 
@@ -192,17 +196,6 @@ def straggler(run: Run) -> Straggler | None:
     return Straggler(told) if len(told) > 1 else None
 
 
-def traffic(run: Run) -> Bytes:
-    """Return the bytes of rank 0 over the run."""
-    names = ("bytes_sent", "bytes_received", "bytes_dense", "bytes_dense_received")
-    return Bytes(*(number(run.last, name) for name in names))
-
-
-def stock_steps(run: Run) -> float:
-    """Return the number of stock Horovod's steps in a job of compression auto; else 0."""
-    return number(run.last, "stock_steps")
-
-
 def saved(run: Run) -> list[Saved]:
     """Return the gain of a step over links of several rates.
 
@@ -211,10 +204,10 @@ def saved(run: Run) -> list[Saved]:
     rank, as dense training would. Empty if more than a tenth of the steps were stock Horovod's.
     """
     ranks = [each for told in run.ranks if (each := times(told)) is not None]
-    steps = number(run.last, "steps")
-    if not (ranks and steps and traffic(run).received) or stock_steps(run) > _MOST_STOCK * steps:
+    steps = run.number("steps")
+    if not (ranks and steps and run.number("bytes_received")) or run.number("stock_steps") > _MOST_STOCK * steps:
         return []
-    dense, whole = traffic(run).dense_received / steps, mean(ranks)
+    dense, whole = run.number("bytes_dense_received") / steps, mean(ranks)
     measured = whole.compress + whole.decode + min(each.wait for each in ranks)
     fp32 = {link: 8 * dense / rate for link, rate in LINKS.items()}
     return [Saved(link, seconds, seconds / 2, seconds - measured) for link, seconds in fp32.items()]
@@ -222,8 +215,7 @@ def saved(run: Run) -> list[Saved]:
 
 def skips(run: Run) -> list[tuple[float, str]]:
     """Return the first skipped steps: number from 0, and the place of the cause."""
-    found = run.last.get("skips")
-    pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
+    pairs = [pair for pair in entries(run.last, "skips", list) if len(pair) == 2]
     return [(number({"step": step}, "step"), str(where)) for step, where in pairs]
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 from dgc_horovod.notices import not_finite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.tools.report import figures, plots
-from dgc_horovod.tools.report.figures import Record, Run, count, milliseconds, number, percent, plain, size, times_less
+from dgc_horovod.tools.report.figures import (
+    Run,
+    count,
+    entries,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    plain,
+    size,
+    times_less,
+)
 from dgc_horovod.tools.report.html import document, table, tag
 
 _MODES = {DENSE: "uncompressed", "fp16": "uncompressed, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
@@ -40,7 +51,7 @@ def tiles(run: Run) -> list[Tile]:
 
 
 def _end(run: Run) -> Tile:
-    steps, seconds, skipped = (number(run.last, name) for name in ("steps", "seconds", "skipped"))
+    steps, seconds, skipped = (run.number(name) for name in ("steps", "seconds", "skipped"))
     answer = f"{count(steps)} steps in {seconds:,.0f} s"
     if skipped:
         answer += f", skipped {count(skipped)} of them"
@@ -51,24 +62,24 @@ def _end(run: Run) -> Tile:
 
 def _choice(run: Run) -> Tile | None:
     """The tile of compression auto; an exchange without a time is under trial, or its trial was ended."""
-    mode, told = run.last.get("mode"), run.last.get("trial_seconds")
+    mode, told = run.last.get("mode"), mapping(run.last, "trial_seconds")
     if not isinstance(mode, str):
         return None
-    timed = {name: seconds for name in _MODES if isinstance(told, dict) and (seconds := number(told, name)) > 0}
+    timed = {name: seconds for name in _MODES if (seconds := number(told, name)) > 0}
     times = ", ".join(f"{_MODES[name]} {milliseconds(seconds)}" for name, seconds in timed.items())
     more = f"A step, as timed: {times}." if timed else "No times were compared."
     if timed and mode not in timed:
         more += " It has no time of its own yet."
-    stock = f"{count(figures.stock_steps(run))} of {count(number(run.last, 'steps'))} steps were uncompressed."
+    stock = f"{count(run.number('stock_steps'))} of {count(run.number('steps'))} steps were uncompressed."
     return Tile("Exchange", _MODES.get(mode, mode), f"{more} {stock}", PLAIN)
 
 
-def _sent(run: Run) -> Tile | None:
-    moved = figures.traffic(run)
-    if not moved.sent:
+def _sent(run: Run) -> Tile:
+    sent, dense = run.number("bytes_sent"), run.number("bytes_dense")
+    if not sent:
         return Tile("Bytes sent", "not counted", "The uncompressed exchange is not counted.", PLAIN)
-    less = times_less(moved.dense_sent, moved.sent)
-    return Tile("Bytes sent", less, f"A rank sent {size(moved.sent)}; fp32 would be {size(moved.dense_sent)}.", PLAIN)
+    more = f"A rank sent {size(sent)}; fp32 would be {size(dense)}."
+    return Tile("Bytes sent", times_less(dense, sent), more, PLAIN)
 
 
 def _slow(run: Run) -> Tile | None:
@@ -83,9 +94,9 @@ def _slow(run: Run) -> Tile | None:
 
 
 def _skipped(run: Run) -> Tile:
-    skipped, steps = number(run.last, "skipped"), number(run.last, "steps")
+    skipped, steps = run.number("skipped"), run.number("steps")
     if not skipped:
-        stock = figures.stock_steps(run)
+        stock = run.number("stock_steps")
         more = "Stock Horovod's steps are all applied." if stock else "Every gradient was finite."
         return Tile("Skipped steps", "none", more, PLAIN if stock else GOOD)
     answer = f"{count(skipped)} of {count(steps)} ({percent(skipped / max(1.0, steps))})"
@@ -95,7 +106,7 @@ def _skipped(run: Run) -> Tile:
 
 
 def _replicas(run: Run) -> Tile:
-    made, differed = number(run.last, "replica_checks"), number(run.last, "replica_mismatches")
+    made, differed = run.number("replica_checks"), run.number("replica_mismatches")
     if differed:
         more = f"Of {count(made)} comparisons of weights; the ranks went on with those of the first."
         return Tile("Replicas", f"differed {count(differed)} times", more, LOOK)
@@ -105,17 +116,16 @@ def _replicas(run: Run) -> Tile:
 
 
 def _why_not_compared(run: Run) -> str:
-    stock = figures.stock_steps(run)
+    stock = run.number("stock_steps")
     if not stock:
         return "check_every is 0, or the run too short."
-    if stock >= number(run.last, "steps"):
+    if stock >= run.number("steps"):
         return "Every step was uncompressed: such steps compare no weights."
     return "check_every is 0, or compressed steps too few: uncompressed ones compare no weights."
 
 
 def _advice(run: Run) -> Tile:
-    found = run.last.get("advice")
-    texts = [str(text) for text in found] if isinstance(found, list) else []
+    texts = [str(text) for text in entries(run.last, "advice", object)]
     if not texts:
         return Tile("Advice", "none", "All figures stayed in the range of sound runs.", GOOD)
     return Tile("Advice", f"{len(texts)} given", " ".join(f"{text}." for text in texts), LOOK)
@@ -131,30 +141,24 @@ _HEALTH = {
 
 def page(run: Run) -> str:
     """Return the page as HTML, which loads nothing and runs nothing."""
-    description = run.description
-    title = f"dgc_horovod: {description.get('command') or run.last.get('method', '')}"
-    tables = {
-        "Ranks": _ranks(run),
-        "Bytes": _bytes(run),
-        "Estimated time saved": _saved(run),
-        "Is it sound?": _health(run),
-        "Skipped steps": _skips(run),
-        "Buckets": _buckets(run),
-        "What ran": _job(run),
-        "Settings": _settings(description),
-    }
+    command = run.description.get("command")
+    tables = (_ranks, _bytes, _saved, _health, _skips, _buckets, _job, _settings)
     return document(
-        title,
+        f"dgc_horovod: {command or run.last.get('method', '')}",
         tag("h1", f"Compression {run.last.get('method', '')}"),
-        tag("p", tag("code", str(description.get("command") or "a script that was started without dgcrun"))),
+        tag("p", tag("code", str(command or "a script that was started without dgcrun"))),
         tag("section", *map(_tile, tiles(run)), class_="tiles"),
         tag("section", *plots.of_run(run), class_="plots"),
-        tag("div", *(part for title, content in tables.items() for part in _section(title, content)), class_="tables"),
+        tag("div", *(section for shown in tables for section in shown(run)), class_="tables"),
     )
 
 
-def _section(title: str, content: Sequence[Element]) -> list[Element]:
-    return [tag("section", tag("h2", title), *content)] if content else []
+def _section(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", marked: int | None = None
+) -> list[Element]:
+    """A table under its title, with a note; nothing without rows."""
+    parts = [tag("h2", title), table(head, rows, marked), *([tag("p", note, class_="note")] if note else [])]
+    return [tag("section", *parts)] if rows else []
 
 
 def _tile(tile: Tile) -> Element:
@@ -164,40 +168,37 @@ def _tile(tile: Tile) -> Element:
 
 
 def _ranks(run: Run) -> list[Element]:
-    slowest, rows = figures.straggler(run), []
-    told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
-    for rank, times in told:
-        parts = (times.step, times.compute, times.compress, times.decode, times.wait)
-        waits = plain(number(rank, "residual_ratio", math.nan))
-        rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), waits])
+    slowest, rows, marked = figures.straggler(run), [], None
+    for rank in run.ranks:
+        if (times := figures.times(rank)) is not None:
+            if slowest is not None and slowest.notable and rank["rank"] == slowest.figures["rank"]:
+                marked = len(rows)
+            parts = (times.step, times.compute, times.compress, times.decode, times.wait)
+            waits = plain(number(rank, "residual_ratio", math.nan))
+            rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), waits])
     head = ["rank", "host", "a step", "computing", "compressing", "decoding", "waiting", "residual / gradient"]
-    is_slow = [slowest is not None and slowest.notable and rank["rank"] == slowest.figures["rank"] for rank, _ in told]
     note = (
         "Mean over all steps but the first. The slowest rank is the one that waits least: the others wait for it. "
         "Computing is the rest of a step, data and evaluation included."
     )
-    if len(told) < 2:
+    if len(rows) < 2:
         note += " Only rank 0 is known: the others report if dgcrun has started them."
-    marked = is_slow.index(True) if any(is_slow) else None
-    return [table(head, rows, marked), tag("p", note, class_="note")] if told else []
+    return _section("Ranks", head, rows, note, marked)
 
 
 def _bytes(run: Run) -> list[Element]:
-    moved, steps = figures.traffic(run), max(1.0, number(run.last, "steps"))
-    rows = []
-    for name, ours, dense in (
-        ("sent", moved.sent, moved.dense_sent),
-        ("received", moved.received, moved.dense_received),
-    ):
+    steps, rows = max(1.0, run.number("steps")), []
+    for name, counter in (("sent", "bytes_dense"), ("received", "bytes_dense_received")):
+        ours, dense = run.number(f"bytes_{name}"), run.number(counter)
         less = times_less(dense, ours), times_less(dense / 2, ours)
         rows.append([name, size(ours), size(ours / steps), size(dense), less[0], size(dense / 2), less[1]])
-    elements, selected = number(run.last, "elements"), number(run.last, "selected")
-    stock = figures.stock_steps(run)
+    elements, stock = run.number("elements"), run.number("stock_steps")
     where = f"of the {count(steps - stock)} steps that were compressed" if stock else "over the run"
-    note = f"Density {where}, warm-up included: {percent(selected / elements)}. " if elements else ""
+    density = percent(run.number("selected") / elements) if elements else ""
+    note = f"Density {where}, warm-up included: {density}. " if elements else ""
     note += "Of one rank, counted as for ring algorithms; small tensors, headers and checks are in it."
     head = ["rank 0", "in all", "a step", "fp32 would be", "", "fp16 would be", ""]
-    return [table(head, rows), tag("p", note, class_="note")] if moved.sent else []
+    return _section("Bytes", head, rows if run.number("bytes_sent") else [], note)
 
 
 def _saved(run: Run) -> list[Element]:
@@ -211,30 +212,25 @@ def _saved(run: Run) -> list[Element]:
         "a slow rank too, as dense training would). Below zero, compression costs time there."
     )
     head = ["a link of", "fp32, a step", "fp16, a step", "saved a step, against fp32"]
-    return [table(head, rows), tag("p", note, class_="note")] if rows else []
+    return _section("Estimated time saved", head, rows, note)
 
 
 def _health(run: Run) -> list[Element]:
     rows = [
-        [name, plain(number(run.last, key, math.nan)), meaning]
-        for key, (name, meaning) in _HEALTH.items()
-        if key in run.last
+        [name, plain(run.number(key, math.nan)), meaning] for key, (name, meaning) in _HEALTH.items() if key in run.last
     ]
     note = "Of rank 0, at the last step that was examined. docs/tuning.md has the ranges of sound runs, and advice."
-    return [table(["", "last", "what it is"], rows), tag("p", note, class_="note")] if rows else []
+    return _section("Is it sound?", ["", "last", "what it is"], rows, note)
 
 
 def _skips(run: Run) -> list[Element]:
     rows = [[f"{step:.0f}", where] for step, where in figures.skips(run)]
-    return [table(["step, from 0", "a gradient was not finite on"], rows)] if rows else []
+    return _section("Skipped steps", ["step, from 0", "a gradient was not finite on"], rows)
 
 
 def _buckets(run: Run) -> list[Element]:
-    found = run.last.get("buckets")
-    buckets: list[Record] = [b for b in found if isinstance(b, dict)] if isinstance(found, list) else []
-    steps = max(1.0, number(run.last, "steps"))
-    rows = []
-    for i, bucket in enumerate(buckets):
+    steps, rows = max(1.0, run.number("steps")), []
+    for i, bucket in enumerate(entries(run.last, "buckets", dict)):
         seconds = [number(bucket, f"{part}_seconds") / steps for part in ("compress", "decode", "exchange")]
         rows.append([
             str(i), count(number(bucket, "elements")), percent(number(bucket, "density")),
@@ -243,21 +239,17 @@ def _buckets(run: Run) -> list[Element]:
         ])  # fmt: skip
     head = ["bucket", "elements", "density", "bytes a step", "least sent", "residual norm", "oldest waits, steps",
             "compressing", "decoding", "under way"]  # fmt: skip
-    return [table(head, rows)] if rows else []
+    return _section("Buckets", head, rows)
 
 
 def _job(run: Run) -> list[Element]:
-    description, versions = run.description, {"dgc_horovod": run.last.get("version", "")}
-    told = description.get("versions")
-    versions |= told if isinstance(told, dict) else {}
+    told = run.description
+    versions = {"dgc_horovod": run.last.get("version", ""), **mapping(told, "versions")}
     rows = [[str(name), str(version)] for name, version in versions.items()]
-    for name in ("started", "hosts", "workers", "folder"):
-        if description.get(name):
-            rows.append([name, str(description[name])])
-    return [table(["", ""], rows)]
+    rows += [[name, str(told[name])] for name in ("started", "hosts", "workers", "folder") if told.get(name)]
+    return _section("What ran", ["", ""], rows)
 
 
-def _settings(description: Mapping[str, Any]) -> list[Element]:
-    found = description.get("settings")
-    rows = [[str(cell) for cell in row] for row in found if isinstance(row, list)] if isinstance(found, list) else []
-    return [table(["setting", "value", "where from"], rows)] if rows else []
+def _settings(run: Run) -> list[Element]:
+    rows = [[str(cell) for cell in row] for row in entries(run.description, "settings", list)]
+    return _section("Settings", ["setting", "value", "where from"], rows)
