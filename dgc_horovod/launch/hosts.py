@@ -24,13 +24,12 @@ from horovod.runner.util.remote import get_remote_command
 from dgc_horovod import __version__, envvars, files
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.marked import MARK, marked
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.site.sitecustomize import is_ours
 
 _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
 _SSH_FAILED, _NOT_FOUND = 255, 127  # ssh's own exit code, and a shell's
-_MARK = "DGC_HOST "
 _PYTHON = re.compile(r"python[\d.]*t?")
 _WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
 # Before anything else is imported: a script does not find its modules in the current folder, where any name may stand.
@@ -52,7 +51,7 @@ try:
     found.update(version=dgc_horovod.__version__, site=dgc_horovod.launch.site.FOLDER)
 except Exception as error:
     found["error"] = type(error).__name__ + ": " + str(error)
-print({_MARK!r} + json.dumps(found))
+print({MARK!r} + json.dumps(found))
 """
 # A line of standard input has the environment; what follows in it is for the command.
 _NEWLINE, _SHELLS_NAME = "DGC_NEWLINE", re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -200,7 +199,7 @@ def _ask_one(host: str, interpreter: str, ssh: Ssh) -> HostReport:
         answer = run_on(host, [interpreter, "-c", _PROBE], ssh)
     except subprocess.TimeoutExpired:
         return HostReport(host, {}, f"no answer within {_ANSWER_SECONDS} s; is ssh to it possible without a password?")
-    found = marked(answer.stdout, _MARK)
+    found = marked(answer.stdout)
     if not (isinstance(found, dict) and {"python", "folder"} <= found.keys()):
         said = ((answer.stderr.strip() or answer.stdout.strip()).splitlines() or ["no output"])[-1]
         if answer.returncode == _SSH_FAILED and is_remote(host):

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
@@ -184,22 +183,26 @@ def cost(
     Raises:
         ConfigError: there is no such method.
     """
-    if method in EXCHANGES:
-        return _compressed(method, specs, config, cluster, machine)
     if method not in METHODS:
         raise ConfigError(f"there is no method {method!r} to price; there are {', '.join(METHODS)}")
-    numel = sum(spec.numel for spec in specs)
-    cpu = machine.factorise * rank * numel if method == POWER_SGD else 0.0
-    traffic = traffic_of(method, specs, config, cluster, rank)
-    return _cost(_Parts(method, traffic, cpu, _MEMORY[method] * numel), cluster, machine)
+    numel, density, hides = sum(spec.numel for spec in specs), 1.0, True
+    if method in EXCHANGES:
+        config = within_budget(specs, config.replace(exchange=method), _topology(method, cluster))
+        cpu, memory = _of_compression(config, numel, cluster, machine)
+        density = config.final_density
+        hides = config.clip_norm is None  # with a norm to clip at, every gradient must be there before a message leaves
+    else:
+        cpu, memory = machine.factorise * rank * numel if method == POWER_SGD else 0.0, _MEMORY[method] * numel
+    traffic, computing = traffic_of(method, specs, config, cluster, rank), machine.computing
+    network = traffic.seconds(cluster, machine)
+    hidden = min(machine.overlap * computing, network - traffic.last(cluster, machine)) if hides else 0.0
+    step = computing + cpu + network - hidden
+    return Cost(method, traffic.card_bytes(cluster), network, cpu, step, memory, computing, density)
 
 
-def _compressed(
-    method: str, specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine
-) -> Cost:
-    topology = _topology(method, cluster)
-    config = within_budget(specs, config.replace(exchange=method), topology)
-    numel = sum(spec.numel for spec in specs)
+def _of_compression(config: DGCConfig, numel: int, cluster: Cluster, machine: Machine) -> tuple[float, int]:
+    """Seconds of compression on a worker, and bytes of its memory."""
+    topology = _topology(config.exchange, cluster)
     kept, sent = numel / topology.node_size, config.final_density * numel
     sent_here = sent / topology.node_size
     received = 2 * sent if config.shards else topology.nodes * sent
@@ -207,29 +210,7 @@ def _compressed(
     cpu += machine.update * numel + machine.overhead
     memory = (4 + config.momentum_bytes) * kept + 4 * numel / cluster.workers * config.shards
     memory += _SENT_BYTES * sent_here + _RECEIVED_BYTES * received
-    traffic = traffic_of(method, specs, config, cluster)
-    hides = config.clip_norm is None  # with a norm to clip at, every gradient must be there before a message leaves
-    return _cost(_Parts(method, traffic, cpu, round(memory), hides, config.final_density), cluster, machine)
-
-
-class _Parts(NamedTuple):
-    """A method's collectives, and the fields of `Cost` that no link changes; `hides`: behind the backward pass."""
-
-    name: str
-    traffic: Traffic
-    cpu: float
-    memory: int
-    hides: bool = True
-    density: float = 1.0
-
-
-def _cost(parts: _Parts, cluster: Cluster, machine: Machine) -> Cost:
-    traffic, computing = parts.traffic, machine.computing
-    network = traffic.seconds(cluster, machine)
-    hidden = min(machine.overlap * computing, network - traffic.last(cluster, machine)) if parts.hides else 0.0
-    step = computing + parts.cpu + network - hidden
-    nbytes = traffic.card_bytes(cluster)
-    return Cost(parts.name, nbytes, network, parts.cpu, step, parts.memory, computing, parts.density)
+    return cpu, round(memory)
 
 
 # -- of a job, from what it has measured of its own dense steps: for `auto`

@@ -45,22 +45,19 @@ _CLOSE = 1.3  # ratio of times below which more steps are timed
 class Trial:
     """Times the dense steps, then compressed ones if those are predicted to be faster, and takes the faster exchange.
 
-    Args:
-        dense_steps: number of dense steps before the timed ones, >= 0.
-
     Attributes:
         mode: exchange of the steps to come, `DENSE` or `COMPRESSED`.
         ended: whether it stays.
         seconds: time of a step of each timed exchange, by mode: mean over the ranks of their medians.
     """
 
-    def __init__(self, dense_steps: int = SETTLING) -> None:
+    def __init__(self) -> None:
         self.mode, self.ended = DENSE, False
         self.seconds: dict[str, float] = {}
-        self._begin(dense_steps)
+        self._begin()
 
-    def _begin(self, settling: int = SETTLING) -> None:
-        self._untimed, self._last, self._timed = settling, 0.0, TIMED
+    def _begin(self) -> None:
+        self._untimed, self._last, self._timed = SETTLING, 0.0, TIMED
         self._times: list[float] = []
         self._waits: list[float] = []
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from subprocess import CompletedProcess, SubprocessError
 
-from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.marked import MARK, marked
 
 SECONDS = 1.0  # of each stream
 _UNCOUNTED_SECONDS = 0.25  # at its begin: TCP's slow start, and the first burst of a shaped link
@@ -28,7 +28,6 @@ _BLOCK = bytes(2**18)
 _STALL_SECONDS = 5.0  # longest single wait within a measurement
 _STRANGER_SECONDS = 1.0  # longest wait for the token of a connection
 _TOKEN_BYTES = 32
-_MARK = "DGC_LINK "
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _last_words(ended: CompletedProcess[str]) -> str:
 
 
 def _result(ended: CompletedProcess[str]) -> float:
-    found = marked(ended.stdout, _MARK)
+    found = marked(ended.stdout)
     if found is None:
         raise ValueError(f"the program on that host has ended without a result{_last_words(ended)}")
     return float(found)
@@ -212,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     """``ADDRESS PORT``: take part in a measurement, and print one line with the result."""
     address, port = arguments
     try:
-        print(_MARK + json.dumps(answer(address, int(port), sys.stdin.readline().strip())))
+        print(MARK + json.dumps(answer(address, int(port), sys.stdin.readline().strip())))
     except OSError as error:
         print(f"{address}:{port}: {error}", file=sys.stderr)
         return 1

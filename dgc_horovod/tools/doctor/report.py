@@ -19,7 +19,7 @@ from typing import Any
 from dgc_horovod import envvars
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.marked import MARK, marked
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
 from dgc_horovod.tools.doctor import link
@@ -37,7 +37,6 @@ from dgc_horovod.tools.doctor.link import Link
 
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
-_MARK = "DGC_FOUND "
 _BEGIN = f"""{hosts.OUTSIDE_FOLDER}
 import json
 found = {{}}
@@ -51,7 +50,7 @@ try:
 _END = f"""
 except Exception as error:
     found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
-print({_MARK!r} + json.dumps(found))
+print({MARK!r} + json.dumps(found))
 """
 # As python -m does it, but for modules of the current folder
 _LINK = f"{hosts.OUTSIDE_FOLDER}\nimport runpy\nrunpy.run_module({link.__name__!r}, run_name='__main__')"
@@ -70,21 +69,18 @@ _PACKAGES = """
     kernels = registry.choose("cpu")
     found["kernels"], found["instructions"] = kernels.name, getattr(kernels, "instructions", "")
 """
-_TORCH = """
-    import torch
-    found.update(version=torch.__version__, cuda_built=torch.version.cuda, cuda=torch.cuda.is_available())
-    import horovod.torch as horovod
-    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
-    if found["cuda"]:
+_FRAMEWORK = """
+    import importlib
+    framework = importlib.import_module({name!r})
+    found["version"] = framework.__version__
+    if {name!r} == "torch":
+        found.update(cuda_built=framework.version.cuda, cuda=framework.cuda.is_available())
+    horovod = importlib.import_module("horovod." + {name!r})
+    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, part + "_built")()]
+    if found.get("cuda"):
         from dgc_horovod.kernels import registry
         try: found["cuda_kernels"] = registry.choose("cuda:0").name
-        except Exception as error: found["cuda_kernels"] = f"none ({error})"
-"""
-_TENSORFLOW = """
-    import tensorflow
-    found["version"] = tensorflow.__version__
-    import horovod.tensorflow as horovod
-    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, f"{part}_built")()]
+        except Exception as error: found["cuda_kernels"] = "none (" + str(error) + ")"
 """
 
 
@@ -151,10 +147,10 @@ def _wrapped(text: str, first: str) -> str:
 def _probe(interpreter: str) -> Facts:
     """Examine Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
     packages = _child(interpreter, _PACKAGES)
-    codes = {name: code for name, code in (("torch", _TORCH), ("tensorflow", _TENSORFLOW)) if packages.get(name)}
+    names = [name for name in ("torch", "tensorflow") if packages.get(name)]
     with ThreadPoolExecutor() as pool:
-        frameworks = pool.map(lambda code: _child(interpreter, code), codes.values())
-        return Facts(interpreter, packages, dict(zip(codes, frameworks, strict=True)), shutil.which("mpirun") or "")
+        frameworks = pool.map(lambda name: _child(interpreter, _FRAMEWORK.format(name=name)), names)
+        return Facts(interpreter, packages, dict(zip(names, frameworks, strict=True)), shutil.which("mpirun") or "")
 
 
 def _child(interpreter: str, code: str) -> dict[str, Any]:
@@ -168,7 +164,7 @@ def _child(interpreter: str, code: str) -> dict[str, Any]:
         return {"error": f"it took more than {_CHILD_SECONDS} s"}
     except OSError as error:
         return {"error": str(error)}
-    found = marked(ended.stdout, _MARK)
+    found = marked(ended.stdout)
     if found is not None:
         return found
     if ended.returncode < 0:

@@ -15,14 +15,13 @@ from decimal import Decimal
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.marked import marked
+from dgc_horovod.launch.marked import MARK, marked
 
 _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
 MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _SECONDS = 300
-_MARK = "DGC_SHAPES "
 _CODE = f"""
 import importlib, importlib.util, json, operator, os, sys
 module, name = sys.argv[1].rsplit(":", 1)
@@ -46,7 +45,7 @@ elif hasattr(made, "trainable_variables"):
     shapes = [(each.path, each.shape) for each in made.trainable_variables]
 else:
     shapes = made.items() if hasattr(made, "items") else made
-print({_MARK!r} + json.dumps([[str(name), [whole(name, size) for size in shape]] for name, shape in shapes]))
+print({MARK!r} + json.dumps([[str(name), [whole(name, size) for size in shape]] for name, shape in shapes]))
 """
 
 
@@ -107,7 +106,7 @@ def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[Tensor
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"--model {target}: not done after {_SECONDS} s") from None
-    found = marked(ended.stdout, _MARK)
+    found = marked(ended.stdout)
     if found is None:
         said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
         raise ConfigError(

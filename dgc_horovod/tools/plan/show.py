@@ -20,10 +20,11 @@ MOST_WORKERS = 1024
 _WORTH = 1.1  # least speed over dense and fp16 at which compression is advised
 _CLEARLY = 0.97  # most time of a more complicated exchange over a simpler one
 
-Table = Mapping[int, Sequence[Cost]]
+Costs = Mapping[str, Cost]  # by name of the method
+Table = Mapping[int, Costs]  # by number of workers
 
 
-def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine) -> dict[int, list[Cost]]:
+def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine) -> Table:
     """Return the cost of every method for two nodes, four, eight, and so on, of at most 1,024 workers together.
 
     Args:
@@ -32,7 +33,7 @@ def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, mach
     """
     methods = METHODS if cluster.node_size > 1 else [name for name in METHODS if not name.startswith(HIERARCHICAL)]
     return {
-        workers: [cost(name, specs, config, replace(cluster, workers=workers), machine) for name in methods]
+        workers: {name: cost(name, specs, config, replace(cluster, workers=workers), machine) for name in methods}
         for workers in worker_counts(cluster.node_size)
     }
 
@@ -45,16 +46,18 @@ def worker_counts(node_size: int) -> list[int]:
     return found[:-1]
 
 
-def best(costs: Sequence[Cost]) -> Cost:
+def best(costs: Costs) -> Cost:
     """Return the exchange to take: of equal ones the simplest; dense or fp16 if compression gains less than a tenth."""
-    plain = min((each for each in costs if each.name in (DENSE, FP16)), key=lambda each: each.step_seconds)
-    chosen = plain
-    for name in EXCHANGES:
-        ours = next((each for each in costs if each.name == name), None)
-        limit = plain.step_seconds / _WORTH if chosen is plain else _CLEARLY * chosen.step_seconds
-        if ours is not None and ours.step_seconds <= limit:
+    plain = chosen = _plain(costs)
+    for ours in (costs[name] for name in EXCHANGES if name in costs):
+        if ours.step_seconds <= (plain.step_seconds / _WORTH if chosen is plain else _CLEARLY * chosen.step_seconds):
             chosen = ours
     return chosen
+
+
+def _plain(costs: Costs) -> Cost:
+    """Return the better of dense and fp16."""
+    return min(costs[DENSE], costs[FP16], key=lambda each: each.step_seconds)
 
 
 def ranges(found: Table) -> list[tuple[int, int, str]]:
@@ -93,7 +96,8 @@ def verdicts(found: Table) -> list[str]:
     lines = []
     for low, high, name in ranges(found):
         where = f"N = {low:,}" if low == high else f"N = {low:,} to {high:,}"
-        gains = [_gain(costs) for workers, costs in found.items() if low <= workers <= high]
+        compared = [(_plain(costs), best(costs)) for workers, costs in found.items() if low <= workers <= high]
+        gains = [plain.step_seconds / chosen.step_seconds for plain, chosen in compared]
         gain = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (min(gains), max(gains))))  # once if they read alike
         if name in (DENSE, FP16):
             lines.append(f"{where}: {name}; compression gains less than a tenth")
@@ -102,27 +106,21 @@ def verdicts(found: Table) -> list[str]:
     return lines
 
 
-def _gain(costs: Sequence[Cost]) -> float:
-    return min(each.step_seconds for each in costs if each.name in (DENSE, FP16)) / best(costs).step_seconds
-
-
 def text(found: Table, config: DGCConfig) -> str:
     """Return tables of time, efficiency, bytes and memory, with a budget density; the method to take is marked."""
-    names = [name for name in METHODS if any(each.name == name for costs in found.values() for each in costs)]
+    names = [name for name in METHODS if any(name in costs for costs in found.values())]
     blocks = []
     for title, value in _BLOCKS if config.max_bytes_per_step is None else (*_BLOCKS, _DENSITY):
         lines = [title, f"{'N':>8}" + "".join(f"{_HEADS[name]:>15}" for name in names)]
         for workers, costs in found.items():
-            chosen, by_name = best(costs).name, {each.name: each for each in costs}
-            cells = [_cell(by_name.get(name), value, name == chosen) for name in names]
+            chosen = best(costs).name
+            cells = [_cell(costs[name], value, name == chosen) for name in names]
             lines.append(f"{workers:>8,}" + "".join(cells))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _cell(cost: Cost | None, value: Callable[[Cost], float], chosen: bool) -> str:
-    if cost is None:
-        return f"{'':>15}"
+def _cell(cost: Cost, value: Callable[[Cost], float], chosen: bool) -> str:
     if value is _DENSITY[1]:
         shown = f"{value(cost):.3g}" if cost.name in EXCHANGES else ""
     else:
@@ -143,33 +141,26 @@ def beyond(found: Table, config: DGCConfig) -> list[str]:
     if budget is None:
         return []
     for name in EXCHANGES:
-        where = [n for n, costs in found.items() for each in costs if each.name == name and each.card_bytes > budget]
+        where = [f"{n:,}" for n, costs in found.items() if name in costs and costs[name].card_bytes > budget]
         if where:
-            lines.append(f"  {name}: N = {', '.join(f'{n:,}' for n in where)}")
-    return [*_beyond_budget(budget), *lines] if lines else []
-
-
-def _beyond_budget(budget: int) -> list[str]:
-    """Return lines that say that a card gets more than `budget` bytes, and why."""
-    return [
+            lines.append(f"  {name}: N = {', '.join(where)}")
+    why = [
         f"A network card gets more than its budget of {size(budget)}: small tensors are sent dense, the lowest density",
         f"is {LEAST_DENSITY:g}, and sharded workers that share a card without being a node have a budget each.",
     ]
+    return [*why, *lines] if lines else []
 
 
 def _shown(number: float) -> str:
     return f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
 
 
-def _pyplot() -> Any:
+def _figure(**given: Any) -> Any:
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
-    return pyplot
+    return Figure(**given)
 
 
 def check_file(file: Path) -> None:
@@ -178,9 +169,7 @@ def check_file(file: Path) -> None:
     Raises:
         ConfigError: there is no matplotlib, no form of that ending, or no such folder.
     """
-    figure = _pyplot().figure()
-    forms = figure.canvas.get_supported_filetypes()
-    _pyplot().close(figure)
+    forms = _figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in forms:
         raise ConfigError(f"--plot {file}: the ending decides on the form, one of {', '.join(forms)}; e.g. plan.svg")
     if not file.absolute().parent.is_dir():
@@ -200,10 +189,9 @@ def draw(found: Table, title: str, file: Path) -> None:
     Raises:
         ConfigError: there is no matplotlib, or the file cannot be written.
     """
-    pyplot = _pyplot()
-    panels = [_BLOCKS[1], ("time of a step, ms", _BLOCKS[0][1]), _BLOCKS[2]]
-    figure, axes = pyplot.subplots(1, 3, figsize=(12.6, 4.2), layout="constrained")
-    for (name, value), axis in zip(panels, axes, strict=True):
+    figure = _figure(figsize=(12.6, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for (name, value), axis in zip((_BLOCKS[1], _BLOCKS[0], _BLOCKS[2]), axes, strict=True):
         _panel(axis, found, name, value, logarithmic=value is not _BLOCKS[1][1])
     figure.suptitle(title, fontsize=11)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
@@ -213,15 +201,13 @@ def draw(found: Table, title: str, file: Path) -> None:
         files.write(file, written.getvalue())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {file}: {error}") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], logarithmic: bool) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for method in METHODS:
-        points = [(n, value(each)) for n, costs in found.items() for each in costs if each.name == method]
+        points = [(n, value(costs[method])) for n, costs in found.items() if method in costs]
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=method, **_STYLES[method])
     axis.set_xscale("log", base=2)
