@@ -7,6 +7,7 @@ from typing import Any
 from dgc_horovod.config import DGCConfig, check_field_names
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 
+_DGC: dict[str, Any] = {"rule": "exact", "momentum_correction": True, "factor_masking": True}
 _TOPK = {"momentum_correction": False, "factor_masking": False}
 _LOCAL: dict[str, Any] = {
     "rule": "exact",
@@ -22,15 +23,8 @@ _LOCAL: dict[str, Any] = {
 
 # The fields in which a preset differs from DGCConfig's defaults.
 PRESETS: dict[str, dict[str, Any]] = {
-    "dgc": {"rule": "exact", "momentum_correction": True, "factor_masking": True},
-    "auto": {
-        "rule": "exact",
-        "momentum_correction": True,
-        "factor_masking": True,
-        "automatic": True,
-        "density": 0.01,
-        "exchange": "auto",
-    },
+    "dgc": _DGC,
+    "auto": {**_DGC, "automatic": True, "density": 0.01, "exchange": "auto"},
     "topk": {"rule": "exact", **_TOPK},
     "sampled": {"rule": "sampled", **_TOPK},
     "gaussian": {"rule": "gaussian", **_TOPK},

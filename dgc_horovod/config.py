@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import ConfigError, UnsupportedUse, nearest
+from dgc_horovod.errors import ConfigError, UnsupportedUse, unknown
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.settings import (
     FRACTION,
@@ -301,9 +301,7 @@ def check_field_names(names: Iterable[str]) -> None:
     """Raise ConfigError for the first of `names` that is no field of DGCConfig."""
     for name in names:
         if name not in FIELD_NAMES:
-            near = nearest(name, FIELD_NAMES)
-            hint = f"did you mean {near!r}? " if near else ""
-            raise ConfigError(f"unknown setting {name!r}; {hint}allowed: {', '.join(FIELD_NAMES)}")
+            raise ConfigError(unknown(f"setting {name!r}", name, FIELD_NAMES))
 
 
 def check_predivide(factor: object, averages: bool) -> None:

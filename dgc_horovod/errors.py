@@ -61,6 +61,12 @@ def nearest(word: object, allowed: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(str(word), list(allowed), n=1)), "")
 
 
+def unknown(what: str, name: object, allowed: Iterable[str]) -> str:
+    """Return an error text for a name, described as `what`, that is none of `allowed`, with the one that was meant."""
+    near = nearest(name, allowed) if isinstance(name, str) else ""
+    return f"unknown {what}; {f'did you mean {near!r}? ' if near else ''}allowed: {', '.join(allowed)}"
+
+
 def shown(value: object) -> str:
     """Return a short text for a value that may be long, or contain itself."""
     try:

@@ -83,16 +83,25 @@ def no_momentum(optimizer: type) -> str:
     return f"momentum_dtype is for SGD; the state of {optimizer.__name__} stays float32"
 
 
-def not_finite(step: int, where: str) -> str:
-    """Return the message on a skipped step: its number from 0, and `Ending.where`."""
+def not_finite(number: int, where: str, rounds: bool = False) -> str:
+    """Return the message on a skipped step, or exchange of local steps.
+
+    Args:
+        number: its number, from 0.
+        where: see `Ending.where`.
+        rounds: whether it is an exchange of local steps.
+    """
+    what = f"{'exchange' if rounds else 'step'} {number}"
     if where in _TOO_LARGE:
-        return _TOO_LARGE[where].format(what=f"step {step}")
+        return _TOO_LARGE[where].format(what=what)
+    if rounds:
+        return f"{what}: a weight was not finite on {where}; every rank rolls the round back"
     if where.startswith(WEIGHTS):
         return (
-            f"step {step}: {where} are not finite, and so gradients are not; every rank skips this step and all others "
+            f"{what}: {where} are not finite, and so gradients are not; every rank skips this step and all others "
             "until the weights are finite: lower the learning rate, and continue from a checkpoint"
         )
-    return f"step {step}: a gradient was not finite on {where}; every rank skips the step"
+    return f"{what}: a gradient was not finite on {where}; every rank skips the step"
 
 
 def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
@@ -102,8 +111,7 @@ def of_skipped(exchange: OptimizerExchange) -> tuple[str, str]:
         A key under which it is logged once: one for each kind of reason, and for 10, 100, 1,000, ... skips; the text.
     """
     counts, rounds = exchange.counts, exchange.config.exchanges_weights
-    said = round_not_finite if rounds else not_finite
-    text = said(exchange.steps - 1, exchange.ending.where())
+    text = not_finite(exchange.steps - 1, exchange.ending.where(), rounds)
     if not is_round(counts.skipped):
         return ("too large" if exchange.ending.leaves_out else "not finite"), text
     steps, what = counts.steps - counts.before_skips, "exchanges" if rounds else "steps"
@@ -167,13 +175,6 @@ def leave_out(counts: ExchangeStats, rank: int, spoilt: str) -> None:
         )
     if count == 1 or is_round(count):
         _log.warning("dgc_horovod: %s%s", text, f"; {count:,} steps so far" if count > 1 else "")
-
-
-def round_not_finite(exchange: int, where: str) -> str:
-    """Return the message on a skipped exchange of local steps; see `not_finite`."""
-    if where in _TOO_LARGE:
-        return _TOO_LARGE[where].format(what=f"exchange {exchange}")
-    return f"exchange {exchange}: a weight was not finite on {where}; every rank rolls the round back"
 
 
 def timed_out(rank: int, workers: int, what: str, seconds: float) -> str:

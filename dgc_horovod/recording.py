@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dgc_horovod import __version__, advice, at_end, envvars, files, stats, tools
 from dgc_horovod.compression import method_of
@@ -70,11 +70,12 @@ def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
     return {"mode": largest.mode or DENSE, "trial_seconds": dict(largest.trial_seconds), "stock_steps": stock}
 
 
-class Writer(Protocol):
+class Writer:
     """Destination of the records."""
 
     def write(self, record: Record) -> None:
         """Add a record, or replace the one before."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End: no more records will come."""
@@ -103,7 +104,7 @@ def is_json_lines(path: str) -> bool:
     return not (path.startswith(MLFLOW) or path.endswith((".prom", "/")))
 
 
-class JsonLines:
+class JsonLines(Writer):
     """A line of JSON for each record; fewer as the run goes on, if records have its length in ``seconds``.
 
     The next line comes after a 500th of that time at the earliest: ``500 * (1 + ln(T / 5000))`` lines of a record
@@ -122,9 +123,6 @@ class JsonLines:
         line = json.dumps({"time": round(time.time(), 3), **record}) + "\n"
         data = (b"\n" if _ends_within_a_line(self._path) else b"") + line.encode()
         files.append(self._path, data)
-
-    def close(self) -> None:
-        """See `Writer`."""
 
 
 def _ends_within_a_line(path: Path) -> bool:

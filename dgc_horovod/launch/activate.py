@@ -37,7 +37,7 @@ def activate() -> None:
     Raises:
         ConfigError: the settings are wrong.
     """
-    if not _hooks():
+    if our_hook() is None:
         sys.meta_path.insert(0, ImportHook())
     for name in FRAMEWORKS:
         module = sys.modules.get(name)
@@ -48,24 +48,25 @@ def activate() -> None:
 
 def deactivate() -> None:
     """Put Horovod's own names back; optimizers that are wrapped already stay as they are."""
-    for hook in _hooks():
+    hook = our_hook()
+    if hook is not None:
         sys.meta_path.remove(hook)
-        if (replacements := getattr(hook, "replacements", None)) is not None:
-            replacements.revert()
+        if hook.replacements is not None:
+            hook.replacements.revert()
 
 
 def replaces_horovod() -> bool:
     """Whether names of Horovod are replaced in this process."""
-    found = [replacements for hook in _hooks() if (replacements := getattr(hook, "replacements", None)) is not None]
-    return any(replacements.job.active for replacements in found)
+    hook = our_hook()
+    return hook is not None and hook.replacements is not None and hook.replacements.job.active
 
 
 def imported(module: ModuleType) -> None:
     """`module`, of Horovod or one of our adapters, has just run: replace what can be replaced now."""
-    hook = next(iter(_hooks()), None)
+    hook = our_hook()
     if hook is None:
         return
-    if getattr(hook, "replacements", None) is None:  # the sitecustomize of an earlier version has no such attribute
+    if hook.replacements is None:
         hook.replacements = _from_environment()
     replacements: Replacements = hook.replacements
     if not replacements.job.active:
@@ -84,9 +85,9 @@ def imported(module: ModuleType) -> None:
                 names(replacements, each)
 
 
-def _hooks() -> list[Any]:
-    """Our hook among the finders of modules, which keeps what was replaced; none where nothing is activated."""
-    return [finder for finder in sys.meta_path if getattr(finder, "is_dgc_hook", False)]
+def our_hook() -> Any:
+    """Our hook among the finders of modules, which keeps what was replaced; None where nothing is activated."""
+    return next((finder for finder in sys.meta_path if getattr(finder, "is_dgc_hook", False)), None)
 
 
 def _from_environment() -> Replacements:
@@ -126,6 +127,12 @@ class Replacements:
             for attribute in [key for key, value in vars(module).items() if value is stock]:
                 setattr(module, attribute, ours)
                 self.on_revert(functools.partial(setattr, module, attribute, stock))
+
+    def replace_factories(self, horovod: ModuleType, ours: dict[str, Callable[..., Any]]) -> None:
+        """Replace functions of a module of Horovod's that take a compression, by name, with `compressing`."""
+        for name, factory in ours.items():
+            if (stock := getattr(horovod, name, None)) is not None:  # horovod.tensorflow.keras has no partial one
+                self.replace(stock, self.compressing(stock, factory, horovod.Compression))
 
     def on_revert(self, undo: Callable[[], None]) -> None:
         """Call `undo` when everything is put back."""
@@ -215,8 +222,7 @@ def torch_names(replacements: Replacements, horovod: ModuleType) -> None:
         scaler.belongs_to(made)
         return made
 
-    stock = horovod.DistributedOptimizer
-    replacements.replace(stock, replacements.compressing(stock, ours, horovod.Compression))
+    replacements.replace_factories(horovod, {"DistributedOptimizer": ours})
     replacements.replace(horovod.init, replacements.initializing(horovod))
 
 
@@ -230,9 +236,7 @@ def tensorflow_names(replacements: Replacements, horovod: ModuleType) -> None:
         "DistributedGradientTape": tape,
         "PartialDistributedGradientTape": _partial(tape, "register_local_source"),
     }
-    for name, factory in given.items():
-        stock = getattr(horovod, name)
-        replacements.replace(stock, replacements.compressing(stock, factory, horovod.Compression))
+    replacements.replace_factories(horovod, given)
     broadcast = functools.wraps(horovod.broadcast_variables)(ours.broadcast_variables)
     replacements.replace(horovod.broadcast_variables, broadcast)
     replacements.replace(horovod.init, replacements.initializing(horovod))
@@ -247,11 +251,7 @@ def keras_names(replacements: Replacements, horovod: ModuleType) -> None:
         "PartialDistributedOptimizer": _partial(ours.DistributedOptimizer, "register_local_var"),
         "load_model": ours.load_model,
     }
-    for name, factory in given.items():
-        stock = getattr(horovod, name, None)
-        if stock is None:  # horovod.tensorflow.keras has no partial one
-            continue
-        replacements.replace(stock, replacements.compressing(stock, factory, horovod.Compression))
+    replacements.replace_factories(horovod, given)
     for name in _CALLBACKS:
         replacements.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
     for name in ("KerasState", "run"):

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dgc_horovod import envvars, files
-from dgc_horovod.errors import ConfigError, nearest, shown
+from dgc_horovod.errors import ConfigError, shown, unknown
 from dgc_horovod.settings import CARRIED, SWITCH, Kind, can_carry, check, choice, is_number, number
 
 SECTION = "compression"
@@ -142,10 +142,8 @@ def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
 def _check_keys(path: str, section: str, given: Mapping[str, Any], allowed: Collection[str]) -> None:
     for key in given:
         if key not in allowed:
-            near = nearest(key, allowed) if isinstance(key, str) else ""
-            hint = f"did you mean {near!r}? " if near else ""
             where = f" in {section}" if section else ""
-            raise ConfigError(f"{path}: unknown key {shown(key)}{where}; {hint}allowed: {', '.join(allowed)}")
+            raise ConfigError(f"{path}: {unknown(f'key {shown(key)}{where}', key, allowed)}")
 
 
 def _text(path: str, key: str, value: Any) -> str:

@@ -91,33 +91,9 @@ class Job:
         return {**texts, COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
 
 
-class Layer(NamedTuple):
-    """One place that settings come from: the command line, the environment, a file.
-
-    Args:
-        texts: texts by name of the variable; an empty one of the environment counts as not set, and is not in it.
-        source: function that says where a setting of it stands: "flag ...", "environment ...", a file's path.
-    """
-
-    texts: Mapping[str, str]
-    source: Callable[[Setting], str]
-
-    @property
-    def method(self) -> str:
-        """The method that it names, "" for none. Local steps name the method local."""
-        by_steps = _LOCAL if _is_set(self.texts.get(LOCAL_STEPS.name)) else ""
-        return self.texts.get(COMPRESSION.name, by_steps)
-
-    @property
-    def chosen(self) -> Given:
-        """That method, where it names one."""
-        return Given(
-            COMPRESSION, self.method, self.source(COMPRESSION if COMPRESSION.name in self.texts else LOCAL_STEPS)
-        )
-
-    def without(self, names: set[str]) -> Layer:
-        """The same without some settings."""
-        return self._replace(texts={name: text for name, text in self.texts.items() if name not in names})
+Layer = dict[
+    str, Given
+]  # the settings of one place, by name of the variable: the command line, the environment, a file
 
 
 def resolve(
@@ -133,21 +109,22 @@ def resolve(
     Raises:
         ConfigError: a value is not allowed, or some do not go together; names value and source.
     """
+    given_there = {name: text for name, text in environment.items() if text}
     layers = [
-        Layer(flags, lambda row: f"{FROM_FLAG} {row.flag}"),
-        Layer({name: text for name, text in environment.items() if text}, lambda row: f"environment {row.name}"),
-        *(Layer(texts, lambda row, path=path: path) for path, texts in files),  # type: ignore[misc]
+        _layer(flags, lambda row: f"{FROM_FLAG} {row.flag}"),
+        _layer(given_there, lambda row: f"environment {row.name}"),
+        *(_layer(texts, lambda row, path=path: path) for path, texts in files),  # type: ignore[misc]
     ]
     strongest = [_find(row, layers) for row in SETTABLE]
     if envvars.is_off(environment):
         return Job("", None, tuple(strongest), switched_off=True)
     _ = [given.value for given in strongest]  # what is never used should not be wrong either
-    place = next((i for i, layer in enumerate(layers) if layer.method), None)
+    place = next((i for i, layer in enumerate(layers) if _method(layer).text), None)
     if place is None:  # dgc where any setting of a method is there
-        is_asked_for = any(row.name in layer.texts for layer in layers for row in FIELDS)
+        is_asked_for = any(row.name in layer for layer in layers for row in FIELDS)
         chosen, fitting = Given(COMPRESSION, "dgc" if is_asked_for else "", FROM_DEFAULT), layers
     else:
-        chosen, fitting = layers[place].chosen, _of_method(layers, place)
+        chosen, fitting = _method(layers[place]), _of_method(layers, place)
     fitting = _with_one_length(fitting)
     used = (chosen, *(_find(row, fitting, chosen.text) for row in SETTABLE[1:]))
     settings = tuple(map(_beside, used, strongest))
@@ -174,11 +151,21 @@ def of_this_process() -> Job:
 
 def _find(row: Setting, layers: Sequence[Layer], method: str = "") -> Given:
     """The setting of the strongest layer that has it, or its default with that method."""
-    for layer in layers:
-        if row.name in layer.texts:
-            return Given(row, layer.texts[row.name], layer.source(row))
     preset = PRESETS.get(method, {})
-    return Given(row, as_text(preset[row.field]) if row.field in preset else row.default_text, FROM_DEFAULT)
+    default = as_text(preset[row.field]) if row.field in preset else row.default_text
+    return next((layer[row.name] for layer in layers if row.name in layer), Given(row, default, FROM_DEFAULT))
+
+
+def _layer(texts: Mapping[str, str], source: Callable[[Setting], str]) -> Layer:
+    """A layer of these texts, by name of the variable; `source`: where a setting of it stands."""
+    return {row.name: Given(row, texts[row.name], source(row)) for row in SETTABLE if row.name in texts}
+
+
+def _method(layer: Layer) -> Given:
+    """The method that a layer names, "" for none. Local steps name the method local."""
+    steps = layer.get(LOCAL_STEPS.name)
+    by_steps = Given(COMPRESSION, _LOCAL, steps.source) if steps and _is_set(steps) else None
+    return layer.get(COMPRESSION.name) or by_steps or Given(COMPRESSION, "", FROM_DEFAULT)
 
 
 def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
@@ -194,18 +181,18 @@ def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
         layers: all layers, the strongest first.
         place: index of the strongest one that names a method.
     """
-    method, kept = layers[place].method, []
+    method, kept = _method(layers[place]).text, []
     for i, layer in enumerate(layers):
         dropped: set[str] = set()
         if method in UNCOMPRESSED:
             dropped = set(_NAMES.values())
         elif i > place:
-            is_of_another = layer.method not in ("", method)
+            is_of_another, exchange = _method(layer).text not in ("", method), layer.get(_NAMES["exchange"])
             dropped = {row.name for row in FIELDS if is_of_another and row.group in OF_METHODS}
             dropped |= {row.name for row in FIELDS if row.method == _THRESHOLD != method}
-            if is_of_another and method == _LOCAL and layer.texts.get(_NAMES["exchange"], FLAT) not in (FLAT, SHARDED):
-                dropped.add(_NAMES["exchange"])
-        kept.append(layer.without(dropped))
+            if is_of_another and method == _LOCAL and exchange and exchange.text not in (FLAT, SHARDED):
+                dropped.add(exchange.row.name)
+        kept.append(_without(layer, dropped))
     return kept
 
 
@@ -214,17 +201,21 @@ def _with_one_length(layers: Sequence[Layer]) -> list[Layer]:
 
     A length in epochs goes with the steps of an epoch that a weaker layer gives.
     """
-    place = next((i for i, layer in enumerate(layers) if {_STEPS, _EPOCHS} & layer.texts.keys()), len(layers))
-    texts = layers[place].texts if place < len(layers) else {}
-    lengths = {name for name in (_STEPS, _EPOCHS) if _is_set(texts.get(name))}
+    place = next((i for i, layer in enumerate(layers) if {_STEPS, _EPOCHS} & layer.keys()), len(layers))
+    strongest = layers[place] if place < len(layers) else {}
+    lengths = {name for name in (_STEPS, _EPOCHS) if name in strongest and _is_set(strongest[name])}
     dropped = {_STEPS, _EPOCHS, *(() if _EPOCHS in lengths else (_STEPS_PER_EPOCH,))}
     if not lengths:
         dropped = {name for field, name in _NAMES.items() if field.startswith("warmup.")}
-    return [layer if i <= place else layer.without(dropped) for i, layer in enumerate(layers)]
+    return [layer if i <= place else _without(layer, dropped) for i, layer in enumerate(layers)]
 
 
-def _is_set(text: str | None) -> bool:
-    return text is not None and text.lower() != "none"
+def _without(layer: Layer, names: set[str]) -> Layer:
+    return {name: given for name, given in layer.items() if name not in names}
+
+
+def _is_set(given: Given) -> bool:
+    return given.text.lower() != "none"
 
 
 def _beside(used: Given, strongest: Given) -> Given:

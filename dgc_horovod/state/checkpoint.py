@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from dgc_horovod import files
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer, shared_from, together
@@ -295,7 +297,8 @@ def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest
             state = _wanted(directory, manifest, old, residuals, collectives.rank)
             if state is not None:
                 left = left_of(state, local)
-                tensors, squares = max(tensors, left.tensors), squares + left.squares
+                tensors = max(tensors, len(left))
+                squares += sum(float(np.square(x, dtype=np.float64).sum()) for arrays in left for x in arrays)
         if tensors and residuals == REQUIRED:
             raise CheckpointError(
                 f"the checkpoint has residuals of {tensors} parameters, and nothing is compressed now: flush() before "

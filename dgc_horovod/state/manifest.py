@@ -11,7 +11,7 @@ from typing import Any
 
 from dgc_horovod import __version__
 from dgc_horovod.errors import CheckpointError, shown
-from dgc_horovod.state.kinds import MAPPING, TEXT, Kind, checked, mapping_of, whole
+from dgc_horovod.state.kinds import NAMED, TEXT, Kind, checked, mapping_of, whole
 from dgc_horovod.state.residual_state import CLIPS, COMMON, FORMAT
 
 MANIFEST = "manifest.json"
@@ -103,7 +103,7 @@ class Manifest:
 OF_ALL = (*COMMON, "clips")  # fields of the ranks' records that the manifest has as well
 _KINDS = {
     **COMMON, "holds": TEXT, "workers": whole(0), "config": mapping_of(TEXT), "clips": CLIPS,
-    "files": mapping_of(MAPPING),
+    "files": NAMED,
 }  # fmt: skip
 _OF_A_FILE = {
     "name": Kind("the name of a file in its directory", lambda x: TEXT.holds(x) and bool(_NAME.fullmatch(x))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -14,7 +13,6 @@ from dgc_horovod.state.residual_state import (
     MOMENTUM,
     REMAINDER,
     RESIDUAL,
-    Arrays,
     ResidualState,
     refuse_moments,
 )
@@ -46,41 +44,23 @@ def refuse_missing(names: Sequence[str]) -> NoReturn:
     raise CheckpointError(f"there are no residuals of {', '.join(map(repr, names[:3]))}: {FROZEN_SINCE}")
 
 
-@dataclass(frozen=True)
-class Left:
-    """The residual of a rank: the number of tensors that have one, and the square of its norm."""
-
-    tensors: int
-    squares: float
-
-
-def left_of(state: ResidualState, local: bool) -> Left:
-    """Return what would be lost of `state` if nothing is compressed any more; nothing right after a flush.
+def left_of(state: ResidualState, local: bool) -> list[list[np.ndarray]]:
+    """Return what would be lost of `state` if nothing is compressed any more, by tensor; nothing right after a flush.
 
     Args:
         state: record of a rank.
         local: whether it was saved with local steps: its momentum and moments are the optimizer's own then.
     """
-    lost = _lost(state, local)
-    squares = sum(float(np.square(x, dtype=np.float64).sum()) for arrays in lost for x in arrays)
-    return Left(len(lost), squares)
+    parts = (RESIDUAL, REMAINDER) if local else (RESIDUAL, REMAINDER, MOMENTUM)
+    if state.method == ADAM_UPDATES and not state.second:
+        return []  # flushed: only rounding errors of small tensors are left, which Adam cannot apply
+    every = ([of[part] for part in parts if part in of and of[part].any()] for of in state.tensors.values())
+    return [found for found in every if found]
 
 
 def is_flushed(state: ResidualState, local: bool) -> bool:
     """Whether `left_of` finds nothing."""
-    return not _lost(state, local)
-
-
-def _lost(state: ResidualState, local: bool) -> list[list[np.ndarray]]:
-    parts = (RESIDUAL, REMAINDER) if local else (RESIDUAL, REMAINDER, MOMENTUM)
-    kept = state.tensors.values()
-    if state.method == ADAM_UPDATES and not state.second:
-        return []  # flushed: only rounding errors of small tensors are left, which Adam cannot apply
-    return [found for arrays in kept if (found := _some(arrays, parts))]
-
-
-def _some(arrays: Arrays, parts: tuple[str, ...]) -> list[np.ndarray]:
-    return [arrays[part] for part in parts if part in arrays and arrays[part].any()]
+    return not left_of(state, local)
 
 
 class StatePart:

@@ -108,7 +108,7 @@ class ResidualState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a dict of plain values and arrays."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ResidualState:
@@ -132,7 +132,7 @@ class ResidualState:
 
     def to_bytes(self) -> bytes:
         """Return it as the bytes of an ``.npz`` file, which holds arrays and no code."""
-        head = {name: getattr(self, name) for name in _HEAD_FIELDS}
+        head = {name: getattr(self, name) for name in _OF_RECORD}
         names, buckets = list(self.tensors), list(self.thresholds)
         arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
         arrays |= {f"{i}.{_GUESS}": self.thresholds[bucket] for i, bucket in enumerate(buckets)}
@@ -282,11 +282,6 @@ def refuse_moments(state: ResidualState) -> None:
                 'without a shared second moment: pass residuals="ignored" to load weights and optimizer alone, or call '
                 "flush() with the version that saved it, and save again"
             )
-
-
-_HEAD_FIELDS = (
-    "rank", "workers", "averages", "step", "epoch", "node_size", "runs", "directions", "mode", "method",
-)  # fmt: skip
 
 
 def _is_epoch(x: Any) -> bool:

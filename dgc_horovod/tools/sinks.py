@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Iterator
@@ -18,19 +19,23 @@ _BATCH = 1000  # metrics that MLflow takes at once
 def sink_for(path: str) -> Writer:
     """See `recording.writer_for`."""
     if path.startswith(MLFLOW):
-        return MLflow(path.removeprefix(MLFLOW))
+        return MLflow(path)
     return Prometheus(path) if path.endswith(".prom") else TensorBoard(path)
 
 
-class Prometheus:
+def _library(name: str, path: str) -> Any:
+    """Import the library that writes to `path`. Raises ConfigError: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{path!r} needs {name}: pip install {name}") from None
+
+
+class Prometheus(Writer):
     """A file of gauges ``dgc_NAME``, ``dgc_bucket_NAME{bucket="0"}`` and ``dgc_rank_NAME{rank="0"}``."""
 
     def __init__(self, path: str) -> None:
-        try:
-            import prometheus_client
-        except ImportError:
-            raise ConfigError(f"{path!r} needs prometheus_client: pip install prometheus_client") from None
-        self._client, self._path = prometheus_client, str(Path(path).absolute())
+        self._client, self._path = _library("prometheus_client", path), str(Path(path).absolute())
 
     def write(self, record: Record) -> None:
         """Replace the file."""
@@ -45,19 +50,12 @@ class Prometheus:
             (gauge.labels(number) if part else gauge).set(value)
         self._client.write_to_textfile(self._path, registry)
 
-    def close(self) -> None:
-        """See `Writer`."""
 
-
-class TensorBoard:
+class TensorBoard(Writer):
     """Scalars ``dgc/NAME``, ``dgc/bucket0/NAME`` and ``dgc/rank0/NAME`` over the steps."""
 
     def __init__(self, path: str) -> None:
-        try:
-            import tensorboardX
-        except ImportError:
-            raise ConfigError(f"{path!r} needs tensorboardX: pip install tensorboardX") from None
-        self._writer = tensorboardX.SummaryWriter(path)
+        self._writer = _library("tensorboardX", path).SummaryWriter(path)
 
     def write(self, record: Record) -> None:
         """Add a point to every curve, at the record's ``steps``."""
@@ -70,21 +68,18 @@ class TensorBoard:
         self._writer.close()
 
 
-class MLflow:
+class MLflow(Writer):
     """The scalars of `TensorBoard` in a run of its own, which is not the script's active one."""
 
-    def __init__(self, experiment: str) -> None:
-        try:
-            from mlflow import MlflowClient, MlflowException, entities
-        except ImportError:
-            raise ConfigError(f"'{MLFLOW}{experiment}' needs mlflow: pip install mlflow") from None
-        self._client, self._metric, self._error = MlflowClient(), entities.Metric, MlflowException
+    def __init__(self, path: str) -> None:
+        mlflow, experiment = _library("mlflow", path), path.removeprefix(MLFLOW)
+        self._client, self._metric, self._error = mlflow.MlflowClient(), mlflow.entities.Metric, mlflow.MlflowException
         try:
             found = self._client.get_experiment_by_name(experiment)
             number = self._client.create_experiment(experiment) if found is None else found.experiment_id
             self._run: str = self._client.create_run(number, run_name="dgc_horovod").info.run_id
-        except MlflowException as error:
-            raise ConfigError(f"'{MLFLOW}{experiment}': {error}") from None
+        except self._error as error:
+            raise ConfigError(f"{path!r}: {error}") from None
 
     def write(self, record: Record) -> None:
         """Add a point to every curve, at the record's ``steps``."""
@@ -97,9 +92,6 @@ class MLflow:
                 self._client.set_terminated(self._run)
         except self._error as error:
             raise OSError(str(error)) from None
-
-    def close(self) -> None:
-        """See `Writer`."""
 
 
 def _tagged(record: Record) -> dict[str, float]:

@@ -177,7 +177,7 @@ def test_a_file_for_everyone(tmp_path):
     path.write_text("compression: {method: gaussian, density: 0.02, timeout: 7}")
     code = (
         "import horovod.torch; from dgc_horovod import envvars; from dgc_horovod.launch import activate; "
-        "job = activate._hooks()[0].replacements.job; print(job.method, job.config.density, envvars.timeout_seconds())"
+        "job = activate.our_hook().replacements.job; print(job.method, job.config.density, envvars.timeout_seconds())"
     )
     settings = {"DGC_CONFIG_FILE": str(path), "DGC_COMPRESSION": None, "DGC_TIMEOUT": None}
     assert python(code, **settings) == ["gaussian 0.02 7.0"]

@@ -12,7 +12,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.kernels.native.kernels import NativeKernels
-from dgc_horovod.notices import not_finite, round_not_finite
+from dgc_horovod.notices import not_finite
 from dgc_horovod.stats import Traffic
 from dgc_horovod.wire.bucket import PADDING
 from tests.unit.test_exchanges import carried
@@ -160,7 +160,7 @@ def test_it_is_told_in_its_own_words(ranks_of):
     where = ranks[0].ending.where()
     assert "step 3: an update was too large" in (text := not_finite(3, where)) and "gradient was not finite" not in text
     assert "clip_norm" in text and "float32" in text
-    assert round_not_finite(3, where).startswith("exchange 3: an update was too large")
+    assert not_finite(3, where, rounds=True).startswith("exchange 3: an update was too large")
     assert not_finite(3, "rank 1, among 'w'") == (
         "step 3: a gradient was not finite on rank 1, among 'w'; every rank skips the step"
     )
