@@ -20,19 +20,8 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import CheckpointError, shown
-from dgc_horovod.state.kinds import (
-    NUMBER,
-    SWITCH,
-    TEXT,
-    Kind,
-    checked,
-    list_of,
-    mapping_of,
-    one_of,
-    optional,
-    tuple_of,
-    whole,
-)
+from dgc_horovod.state import kinds
+from dgc_horovod.state.kinds import SWITCH, TEXT, Kind, checked, list_of, mapping_of, whole
 
 _log = logging.getLogger("dgc_horovod")
 FORMAT = 1
@@ -293,11 +282,11 @@ def _is_epoch(x: Any) -> bool:
 
 
 _ARRAY = Kind("an array", lambda x: isinstance(x, np.ndarray))
-_RUN = tuple_of(whole(0), whole(0))
-CLIPS = list_of(tuple_of(list_of(TEXT), NUMBER, optional(NUMBER), SWITCH))
+_RUN = kinds.tuple_of(whole(0), whole(0))
+CLIPS = list_of(kinds.tuple_of(list_of(TEXT), kinds.NUMBER, kinds.optional(kinds.NUMBER), SWITCH))
 COMMON = {  # fields that the manifest has as well
-    "workers": whole(1), "averages": SWITCH, "step": whole(0), "epoch": optional(whole(1 - 2**63)),
-    "node_size": whole(1), "mode": one_of(*MODES),
+    "workers": whole(1), "averages": SWITCH, "step": whole(0), "epoch": kinds.optional(whole(1 - 2**63)),
+    "node_size": whole(1), "mode": kinds.one_of(*MODES),
 }  # fmt: skip
 _OF_RECORD = {
     **COMMON, "rank": whole(0), "directions": mapping_of(whole(0)), "runs": mapping_of(_RUN), "method": TEXT,

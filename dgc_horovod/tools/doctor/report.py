@@ -22,17 +22,8 @@ from dgc_horovod.launch.inputs import Ssh
 from dgc_horovod.launch.marked import MARK, marked
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
-from dgc_horovod.tools.doctor import link
-from dgc_horovod.tools.doctor.diagnoses import (
-    BAD,
-    Facts,
-    Finding,
-    judge_environment,
-    judge_horovod,
-    judge_hosts,
-    judge_kernels,
-    judge_links,
-)
+from dgc_horovod.tools.doctor import diagnoses, link
+from dgc_horovod.tools.doctor.diagnoses import BAD, Facts, Finding
 from dgc_horovod.tools.doctor.link import Link
 
 _COLUMNS = 100
@@ -107,15 +98,15 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh) -> int:
     """
     names = hosts.names_of(slots) or ["localhost"]
     remote = [name for name in names if hosts.is_remote(name)]
-    findings = _say("environment", judge_environment(envvars.environment()))
+    findings = _say("environment", diagnoses.judge_environment(envvars.environment()))
     facts = _probe(interpreter)
-    findings += _say("Horovod", judge_horovod(facts))
-    findings += _say("kernels", judge_kernels(facts))
+    findings += _say("Horovod", diagnoses.judge_horovod(facts))
+    findings += _say("kernels", diagnoses.judge_kernels(facts))
     reports = hosts.ask(names, interpreter, ssh)
-    findings += _say("hosts", judge_hosts(reports))
+    findings += _say("hosts", diagnoses.judge_hosts(reports))
     fit = {report.host for report in reports if not report.problem}
     links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
-    findings += _say("links", judge_links(links, bool(remote)))
+    findings += _say("links", diagnoses.judge_links(links, bool(remote)))
     bad = sum(finding.mark == BAD for finding in findings)
     print(f"\n{f'{bad} of the findings, marked BAD,' if bad else 'nothing here'} would stop a compressed job")
     rates = [min(each.there_bits, each.back_bits) / PAYLOAD / 1e9 for each in links if not each.problem]

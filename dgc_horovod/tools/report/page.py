@@ -10,18 +10,7 @@ from xml.etree.ElementTree import Element
 from dgc_horovod.notices import not_finite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.tools.report import figures, plots
-from dgc_horovod.tools.report.figures import (
-    Run,
-    count,
-    entries,
-    mapping,
-    milliseconds,
-    number,
-    percent,
-    plain,
-    size,
-    times_less,
-)
+from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain, size
 from dgc_horovod.tools.report.html import document, table, tag
 
 _MODES = {DENSE: "uncompressed", "fp16": "uncompressed, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
@@ -79,7 +68,7 @@ def _sent(run: Run) -> Tile:
     if not sent:
         return Tile("Bytes sent", "not counted", "The uncompressed exchange is not counted.", PLAIN)
     more = f"A rank sent {size(sent)}; fp32 would be {size(dense)}."
-    return Tile("Bytes sent", times_less(dense, sent), more, PLAIN)
+    return Tile("Bytes sent", figures.times_less(dense, sent), more, PLAIN)
 
 
 def _slow(run: Run) -> Tile | None:
@@ -190,7 +179,7 @@ def _bytes(run: Run) -> list[Element]:
     steps, rows = max(1.0, run.number("steps")), []
     for name, counter in (("sent", "bytes_dense"), ("received", "bytes_dense_received")):
         ours, dense = run.number(f"bytes_{name}"), run.number(counter)
-        less = times_less(dense, ours), times_less(dense / 2, ours)
+        less = figures.times_less(dense, ours), figures.times_less(dense / 2, ours)
         rows.append([name, size(ours), size(ours / steps), size(dense), less[0], size(dense / 2), less[1]])
     elements, stock = run.number("elements"), run.number("stock_steps")
     where = f"of the {count(steps - stock)} steps that were compressed" if stock else "over the run"
