@@ -103,8 +103,7 @@ class ExchangeStats:
     def __post_init__(self) -> None:
         self.steps_of: dict[str, int] = {}  # by `mode`
         self.before_skips = 0  # steps before the first that was skipped
-        self._first_ended: dict[str, float] = {}  # seconds spent until the end of the first step, as in `times`
-        self._last_ended: dict[str, float] = {}
+        self._ends = ((0.0,) * 4,) * 2  # seconds spent until the end of the first step and of the last, as in `times`
 
     def end_step(self, skipped_at: tuple[int, str] | None = None) -> None:
         """Count a step; `skipped_at`: number of a skipped step, and the place of the cause."""
@@ -117,8 +116,8 @@ class ExchangeStats:
                 self.skips.append(skipped_at)
         self.steps += 1
         self.steps_of[self.mode] = self.steps_of.get(self.mode, 0) + 1
-        self._last_ended = self._clocks()
-        self._first_ended = self._first_ended or self._last_ended
+        now = time.perf_counter(), self.traffic.compressing, self.traffic.decoding, self.traffic.waiting
+        self._ends = self._ends[0] if any(self._ends[0]) else now, now
 
     def close(self) -> None:
         """Count, at the end of the job, the local steps of a graph that no exchange has followed."""
@@ -133,16 +132,12 @@ class ExchangeStats:
             ``timed_steps``: their number; ``step_seconds``, from the end of the first to the end of the last, and the
             parts ``compress_seconds``, ``decode_seconds``, ``wait_seconds``: waiting for other ranks.
         """
-        spent = {name: self._last_ended.get(name, 0) - self._first_ended.get(name, 0) for name in COUNTERS[1:]}
+        spent = {name: last - first for name, first, last in zip(COUNTERS[1:], *self._ends, strict=True)}
         return {"timed_steps": max(0, self.steps - 1), **spent}
 
     def span(self) -> tuple[float, float]:
         """Return the times at which the first and the last step ended, on one clock of this process."""
-        return self._first_ended.get(COUNTERS[1], 0.0), self._last_ended.get(COUNTERS[1], 0.0)
-
-    def _clocks(self) -> dict[str, float]:
-        spent = time.perf_counter(), self.traffic.compressing, self.traffic.decoding, self.traffic.waiting
-        return dict(zip(COUNTERS[1:], spent, strict=True))
+        return self._ends[0][0], self._ends[1][0]
 
     def stats(self) -> dict[str, float]:
         """Return the counters, and those that fp32 ring allreduces of all tensors would have."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+import secrets
+import shlex
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dgc_horovod import envvars, tools
+from dgc_horovod import __version__, envvars, tools
 from dgc_horovod.launch import activation_check, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusServer
 
+_PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
 QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 
 
@@ -56,7 +63,7 @@ def run(args: Namespace, job: Job, slots: str, launcher: Launcher) -> int:
 
     child = Child(work)
     status = StatusServer()  # after the fork: its thread would not survive one
-    description = summary.describe(args, job, slots)
+    description = describe(args, job, slots)
     status.put(summary.RUN, description)
     status.put(summary.END, None)  # it has its place, whoever may fill all others
     quiet = threading.Timer(QUIET_SECONDS, lambda: None if status.heard_of else say(launcher.if_quiet))
@@ -89,6 +96,37 @@ def exit_code(status: StatusServer, job: Job, why_silent: Callable[[StatusServer
         if reason:
             say(f"dgc_horovod: {summary.not_active(job, reason)}")
     return summary.EXIT_INACTIVE if reason and not job.get(envvars.ALLOW_INACTIVE) else 0
+
+
+def describe(args: Namespace, job: Job, slots: str) -> dict[str, Any]:
+    """What `dgcrun` knows of a job and no rank does; its ``id`` tells it from others in the same file.
+
+    Args:
+        args: parsed arguments.
+        job: resolved settings of the job.
+        slots: hosts, as ``NAME:SLOTS,...``; "" where they are found while it runs.
+    """
+    return {
+        "id": secrets.token_hex(8),
+        "command": shlex.join(args.command),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "folder": str(Path.cwd()),
+        "hosts": slots,
+        "workers": args.num_proc,
+        "versions": _versions(),
+        "settings": settings.rows(job),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Of the machine that `dgcrun` runs on; hosts are checked to have the same version of dgc_horovod."""
+    found = {"dgc_horovod": __version__, "python": platform.python_version(), "machine": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def say(text: str) -> None:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.metadata
 import logging
 import os
-import platform
-import secrets
-import shlex
 import sys
-import time
-from argparse import Namespace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from dgc_horovod import __version__, at_end, envvars, leaving, recording
+from dgc_horovod import at_end, envvars, leaving, recording
 from dgc_horovod.launch.reports import Reports
-from dgc_horovod.launch.settings import Job, rows
+from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.notices import make_visible
 from dgc_horovod.recording import Recording, rank_figures
@@ -28,9 +21,7 @@ _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
 WRAPPED, END = "wrapped", "end"  # what rank 0 reports to dgcrun
 GIVEN_UP = "given-up."  # and any rank, with its process, that ends because another one did not come
-RUN = "run"  # what dgcrun tells it: see `describe`
-
-_PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
+RUN = "run"  # what dgcrun tells it, see `job.describe`
 
 
 class Missing(NamedTuple):
@@ -47,15 +38,12 @@ class Missing(NamedTuple):
     step: str = at_end.NO_STEP
 
 
-_NOTHING_WRAPPED = (
+OF_HOROVOD = Missing(
     "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
-    "itself (hvd.allreduce) cannot be compressed"
-)
-_NOTHING_EXCHANGED = (
+    "itself (hvd.allreduce) cannot be compressed",
     "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with what "
-    "that has returned (is the model compiled with it?)"
+    "that has returned (is the model compiled with it?)",
 )
-OF_HOROVOD = Missing(_NOTHING_WRAPPED, _NOTHING_EXCHANGED)
 OF_DDP = Missing(
     "the script has made no DistributedDataParallel; what is sharded (FSDP), or exchanged by the script itself, cannot "
     "be compressed",
@@ -230,34 +218,3 @@ def not_active(job: Job, reason: str, may_fail: bool = True) -> str:
     """
     is_error = may_fail and not job.get(envvars.ALLOW_INACTIVE)
     return at_end.not_active(job.method, reason) + ". --allow-inactive makes this no error" * is_error
-
-
-def describe(args: Namespace, job: Job, slots: str) -> dict[str, Any]:
-    """What `dgcrun` knows of a job and no rank does; its ``id`` tells it from others in the same file.
-
-    Args:
-        args: Horovod's parsed arguments.
-        job: resolved settings of the job.
-        slots: hosts, as ``NAME:SLOTS,...``; "" where they are found while it runs.
-    """
-    return {
-        "id": secrets.token_hex(8),
-        "command": shlex.join(args.command),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "folder": str(Path.cwd()),
-        "hosts": slots,
-        "workers": args.num_proc,
-        "versions": _versions(),
-        "settings": rows(job),
-    }
-
-
-def _versions() -> dict[str, str]:
-    """Of the machine that `dgcrun` runs on; hosts are checked to have the same version of dgc_horovod."""
-    found = {"dgc_horovod": __version__, "python": platform.python_version(), "machine": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -11,8 +11,6 @@ import io
 import json
 import logging
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,10 +159,7 @@ class ResidualState:
             with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 arrays = {key: found[key] for key in found.files}
             head = json.loads(arrays.pop(_HEAD).tobytes())
-        except (
-            ValueError, LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, MemoryError,
-            SyntaxError, NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
-        ) as error:  # fmt: skip
+        except Exception as error:  # of zipfile, zlib, NumPy or JSON, any kind
             raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
         fields = checked(what, head, _OF_HEAD, _EARLIER)
         if fields.pop("format") != FORMAT:

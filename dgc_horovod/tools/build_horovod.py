@@ -344,20 +344,21 @@ def already_right(build: Build) -> bool:
     if any(built.get(HOROVODS_NAMES[name]) != version for name, version in build.frameworks.items()):
         return False
     parts = [name for name, wanted in (("mpi", build.mpi), ("cuda", build.cuda)) if wanted]
-    return not parts or imports(build, f"assert all(getattr(module, p + '_built')() for p in {parts})")
+    first = min(build.frameworks, key=list(FRAMEWORKS).index)
+    return not parts or not imported(first, f"assert all(getattr(module, p + '_built')() for p in {parts})").returncode
 
 
-def imports(build: Build, check: str = "pass") -> bool:
-    """Whether Horovod imports for the first framework of `build`, and `check` holds for that `module`."""
-    code = f"import horovod.{min(build.frameworks, key=list(FRAMEWORKS).index)} as module; {check}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+def imported(framework: str, check: str = "pass") -> subprocess.CompletedProcess[str]:
+    """The end of a process that imports Horovod for `framework`, and makes a `check` of that `module`."""
+    code = f"import horovod.{framework} as module; {check}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 def install(wheel: Path, build: Build) -> None:
     """Install `wheel` here and prove that it imports for every framework."""
     pip("install", "-q", "--no-deps", "--force-reinstall", str(wheel))
     for name in build.frameworks:
-        result = subprocess.run([sys.executable, "-c", f"import horovod.{name}"], capture_output=True, text=True)
+        result = imported(name)
         if result.returncode:
             advice = f"remove {wheel.parent} and run this again to build it anew"
             raise BuildFailed(f"Horovod was built but `import horovod.{name}` fails; {advice}\n{result.stderr[-2000:]}")
