@@ -57,8 +57,13 @@ def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
     from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
 
     picture = Figure(figsize=_INCHES, layout="constrained")
-    if not draw(picture.add_subplot(), run):
+    axes = picture.add_subplot()
+    axes.set_xlabel("step")
+    if not draw(axes, run):
         return None
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        picture.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1, columnspacing=1)
     file = io.StringIO()
     picture.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _inline(file.getvalue(), caption)
@@ -108,8 +113,7 @@ def _steps_in_time(axes: Axes, run: Run) -> bool:
         axes.set_xlim(left=0)
     _mark_skips(axes, run)
     axes.set_ylabel("ms a step")
-    _legend(axes)
-    return _over_steps(axes)
+    return True
 
 
 def _mark_skips(axes: Axes, run: Run) -> None:
@@ -144,7 +148,6 @@ def _ranks(axes: Axes, run: Run) -> bool:
             label.set(color=_RED, weight="bold")
     axes.invert_yaxis()
     axes.set_xlabel("ms a step")
-    _legend(axes)
     return True
 
 
@@ -161,8 +164,7 @@ def _waits(axes: Axes, run: Run) -> bool:
         axes.plot(*_thinned([(step, 1000 * times.wait) for step, times in points]), label=label, **style)
     axes.set_ylabel("ms waiting a step")
     axes.set_ylim(bottom=0)
-    _legend(axes)
-    return _over_steps(axes)
+    return True
 
 
 def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
@@ -177,8 +179,7 @@ def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
         if logarithmic:
             axes.set_yscale("log")
         axes.set_ylabel(label)
-        _legend(axes)
-        return drawn and _over_steps(axes)
+        return drawn
 
     return draw
 
@@ -191,8 +192,7 @@ def _bytes(axes: Axes, run: Run) -> bool:
         _draw_steps(axes, points, color=colour, label=shown)
     axes.set_yscale("log")
     axes.set_ylabel("MB a step and rank")
-    _legend(axes)
-    return _over_steps(axes)
+    return True
 
 
 def _density(axes: Axes, run: Run) -> bool:
@@ -202,7 +202,7 @@ def _density(axes: Axes, run: Run) -> bool:
     _draw_steps(axes, points, color=_COLOURS["compute"])
     axes.set_yscale("log")
     axes.set_ylabel("share of elements sent")
-    return _over_steps(axes)
+    return True
 
 
 def _draw_steps(axes: Axes, points: list[tuple[float, float]], **style: Any) -> None:
@@ -214,17 +214,6 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     every = -(-len(points) // _MOST_POINTS)
     kept = points[::every] if points[-1] in points[::every] else [*points[::every], points[-1]]
     return [x for x, _ in kept], [y for _, y in kept]
-
-
-def _over_steps(axes: Axes) -> bool:
-    axes.set_xlabel("step")
-    return True
-
-
-def _legend(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1, columnspacing=1)
 
 
 _PLOTS: dict[str, Plot] = {
