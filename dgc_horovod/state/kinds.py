@@ -80,6 +80,7 @@ def _is_number(x: object) -> bool:
 TEXT = Kind("a text", lambda x: type(x) is str and x.encode(errors="ignore").decode() == x)  # as Unicode has it
 SWITCH = Kind("true or false", lambda x: type(x) is bool)
 NUMBER = Kind("a number", _is_number)
+MAPPING = Kind("a mapping", lambda x: isinstance(x, Mapping))
 NAMED = Kind("a mapping from texts to values", lambda x: isinstance(x, Mapping) and all(map(TEXT.holds, x)))
 
 

@@ -157,14 +157,13 @@ def _tile(tile: Tile) -> Element:
 
 
 def _ranks(run: Run) -> list[Element]:
-    slowest, rows, marked = figures.straggler(run), [], None
-    for rank in run.ranks:
-        if (times := figures.times(rank)) is not None:
-            if slowest is not None and slowest.notable and rank["rank"] == slowest.figures["rank"]:
-                marked = len(rows)
-            parts = (times.step, times.compute, times.compress, times.decode, times.wait)
-            waits = plain(number(rank, "residual_ratio", math.nan))
-            rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), waits])
+    slowest, rows = figures.straggler(run), []
+    slow = slowest.figures["rank"] if slowest is not None and slowest.notable else None
+    told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
+    for rank, times in told:
+        parts = (times.step, times.compute, times.compress, times.decode, times.wait)
+        waits = plain(number(rank, "residual_ratio", math.nan))
+        rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), waits])
     head = ["rank", "host", "a step", "computing", "compressing", "decoding", "waiting", "residual / gradient"]
     note = (
         "Mean over all steps but the first. The slowest rank is the one that waits least: the others wait for it. "
@@ -172,6 +171,7 @@ def _ranks(run: Run) -> list[Element]:
     )
     if len(rows) < 2:
         note += " Only rank 0 is known: the others report if dgcrun has started them."
+    marked = next((i for i, (rank, _) in enumerate(told) if rank["rank"] == slow), None)
     return _section("Ranks", head, rows, note, marked)
 
 
