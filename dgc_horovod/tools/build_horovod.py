@@ -151,13 +151,9 @@ class Build:
         fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, added])
         return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
 
-    def simpler(self) -> Build | None:
-        """Return the build to try if this one fails: file by file, then without CUDA, then without MPI."""
-        if self.joined:
-            return replace(self, joined=False)
-        if self.cuda:
-            return replace(self, cuda=False)
-        return replace(self, mpi=None) if self.mpi else None
+    def extras(self) -> list[str]:
+        """Return the parts of `HOW_TO_GO_ON` that a simpler build leaves out, the first one first."""
+        return [part for part in HOW_TO_GO_ON if getattr(self, part)]
 
 
 def find_mpi() -> str | None:
@@ -297,11 +293,11 @@ def build_wheel(build: Build, target: Path) -> Path:
         return partial.rename(target / wheel.name)
 
 
-def builds_from(build: Build | None) -> Iterator[Build]:
-    """`build` and every simpler one after it."""
-    while build:
-        yield build
-        build = build.simpler()
+def builds_from(build: Build) -> Iterator[Build]:
+    """`build`, and those to try if it fails: file by file, then without CUDA, then without MPI."""
+    yield build
+    for part in build.extras():
+        yield (build := replace(build, **{part: None if part == "mpi" else False}))
 
 
 def buildable(build: Build, cache: Path) -> Build:
@@ -320,10 +316,10 @@ def build_with_fallback(wanted: Build, cache: Path) -> Path:
         try:
             wheel = build_wheel(build, folder)
         except BuildFailed as error:
-            if build.simpler() is None:
+            if not build.extras():
                 raise
             tell(str(error))
-            tell(HOW_TO_GO_ON["joined" if build.joined else "cuda" if build.cuda else "mpi"])
+            tell(HOW_TO_GO_ON[build.extras()[0]])
             failed.append(build)
         else:
             # the simpler build works, so the cause was what it leaves out, and not the network, say
@@ -397,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
              "tensor; docs/cuda.md says how to build it with CUDA from pip's packages alone")  # fmt: skip
     try:
         cache = options.cache or cache_folder()
-        for build in builds_from(wanted if options.force else None):
+        for build in builds_from(wanted) if options.force else ():
             shutil.rmtree(cache / build.key(), ignore_errors=True)
         if not options.force and already_right(buildable(wanted, cache)):
             tell(f"Horovod {HOROVOD_VERSION} is already built for {names}")
