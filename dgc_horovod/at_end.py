@@ -15,7 +15,7 @@ from dgc_horovod import leaving
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.planning.trial import COMPRESSED
-from dgc_horovod.stats import PROCESS, ExchangeStats, total
+from dgc_horovod.stats import PROCESS, ExchangeStats, size, total
 
 NO_STEP = "its optimizer has made no step"
 
@@ -145,12 +145,12 @@ def _figures(method: str, alone: int, densities: tuple[float, float], stats: Map
     sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
     parts = [
         _steps(stats, alone),
-        f"a rank sent {_bytes(sent)}, {dense / sent:.3g}x less than fp32 ({_bytes(dense)})",
+        f"a rank sent {size(sent)}, {dense / sent:.3g}x less than fp32 ({size(dense)})",
     ]
     if fp16:
         parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
     if received:
-        parts.append(f"received {_bytes(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
+        parts.append(f"received {size(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
     if stats["elements"]:
         compressing = stats["compress_seconds"] + stats["decode_seconds"]
         parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
@@ -174,11 +174,3 @@ def _density(final: float, last: float, stats: Mapping[str, Any]) -> str:
     return f", density {mean:.3g}" + (
         "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
     )
-
-
-def _bytes(count: float) -> str:
-    units = iter(("B", "kB", "MB", "GB"))
-    unit = next(units)
-    while count >= 1000 and unit != "GB":
-        count, unit = count / 1000, next(units)
-    return f"{count:.3g} {unit}"

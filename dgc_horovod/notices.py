@@ -12,7 +12,7 @@ from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, Trial
-from dgc_horovod.stats import ExchangeStats
+from dgc_horovod.stats import ExchangeStats, size
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -321,15 +321,11 @@ def _who(exchange: OptimizerExchange) -> str:
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:
     density, found = exchange.config.final_density, exchange.card_bytes()
     if found <= budget:
-        sizes = map(_size, (found, budget))
+        sizes = map(size, (found, budget))
         _log.info("dgc_horovod: a network card receives %s a step, budget %s, at density %g", *sizes, density)
         return
     _log.warning(
         "dgc_horovod: a network card receives %s a step, above the budget of %s: density %g, which sends an element "
         "once in %.0f steps, is the lowest allowed, and small tensors are always sent dense",
-        *map(_size, (found, budget)), density, 1 / density,
+        *map(size, (found, budget)), density, 1 / density,
     )  # fmt: skip
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.3g} kB"

@@ -67,6 +67,15 @@ def ring_received(nbytes: int, workers: int) -> int:
     return 2 * (workers - 1) * nbytes // workers
 
 
+def size(nbytes: float) -> str:
+    """Bytes as people read them, with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
 @dataclass
 class ExchangeStats:
     """Counters of one exchange. They are small, and outlive the exchange with its gradients and residuals.

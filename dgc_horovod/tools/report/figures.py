@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dgc_horovod import files
+from dgc_horovod import files, stats
 from dgc_horovod.advice import Straggler
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.stats import COUNTERS, PARTS
@@ -233,12 +233,8 @@ def rates(run: Run, name: str, over: str) -> list[tuple[float, float]]:
 
 
 def size(nbytes: float) -> str:
-    """Bytes, with a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.3g}{_SPACE}{unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g}{_SPACE}TB"
+    """Bytes, see `stats.size`."""
+    return stats.size(nbytes).replace(" ", _SPACE)
 
 
 def milliseconds(seconds: float) -> str:
