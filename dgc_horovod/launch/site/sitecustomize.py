@@ -52,7 +52,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._here.looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Followed(spec.loader, self._then)
+            stock = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                stock(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -64,23 +70,6 @@ class ImportHook(_Finder):
     def __init__(self) -> None:
         super().__init__((*FRAMEWORKS, *ADAPTERS), lambda module: _launch("activate").imported(module))
         self.replacements: Any = None  # what `dgc_horovod.launch.activate` has put in place of Horovod's names
-
-
-class _Followed(importlib.abc.Loader):
-    """A loader whose modules are handed over after they have run."""
-
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
-        self._loader, self._then = loader, then
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then(module)
 
 
 def _launch(name: str) -> Any:
