@@ -23,13 +23,6 @@ from dgc_horovod.launch import activation_check, summary
 from dgc_horovod.launch.settings import Job, of_this_process
 from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, follow_torch, is_ours
 
-_CALLBACKS = (
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-)
-
 
 def activate() -> None:
     """From now on compress what Horovod, or DDP, exchanges in this process, as ``DGC_*`` says; once.
@@ -252,7 +245,7 @@ def keras_names(replacements: Replacements, horovod: ModuleType) -> None:
         "load_model": ours.load_model,
     }
     replacements.replace_factories(horovod, given)
-    for name in _CALLBACKS:
+    for name in ours.callbacks.__all__:
         replacements.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
     for name in ("KerasState", "run"):
         replacements.replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
