@@ -91,9 +91,8 @@ class Job:
         return {**texts, COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
 
 
-Layer = dict[
-    str, Given
-]  # the settings of one place, by name of the variable: the command line, the environment, a file
+# The settings of one place, by name of the variable: the command line, the environment, a file
+Layer = dict[str, Given]
 
 
 def resolve(

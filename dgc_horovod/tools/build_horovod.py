@@ -103,12 +103,6 @@ def installed_version(*distributions: str) -> str | None:
     return None
 
 
-def framework_versions() -> dict[str, str]:
-    """The frameworks of this environment that Horovod can be built for, with their versions."""
-    found = {key: installed_version(*names) for key, names in FRAMEWORKS.items()}
-    return {key: version for key, version in found.items() if version}
-
-
 def command_output(*command: str) -> str:
     """Standard output of `command`, or '' when it cannot be run."""
     try:
@@ -151,15 +145,6 @@ class Build:
         fingerprint = "\n".join([*options, mpi_version(self.mpi), compiler, os.uname().machine, added])
         return "-".join([*parts, hashlib.sha256(fingerprint.encode()).hexdigest()[:8]])
 
-    def extras(self) -> list[str]:
-        """Return the parts of `HOW_TO_GO_ON` that a simpler build leaves out, the first one first."""
-        return [part for part in HOW_TO_GO_ON if getattr(self, part)]
-
-
-def find_mpi() -> str | None:
-    """Path of the MPI C++ compiler wrapper that the build would use, or None."""
-    return shutil.which("mpicxx") if shutil.which("mpirun") else None
-
 
 def mpi_version(mpicxx: str | None) -> str:
     """Version of this MPI, without the folder that stands in the same line; '' for none."""
@@ -170,13 +155,9 @@ def mpi_version(mpicxx: str | None) -> str:
 def find_cuda() -> bool:
     """Whether CUDA code can be built and run here: an NVIDIA GPU and nvcc, or HOROVOD_GPU* in the environment."""
     asked_for = any(name.startswith("HOROVOD_GPU") for name in os.environ)
-    return asked_for or (Path("/dev/nvidiactl").exists() and bool(shutil.which("nvcc", path=cuda_search_path())))
-
-
-def cuda_search_path() -> str:
-    """PATH and the places where torch looks for a CUDA toolkit."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    return os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # where torch looks for it
+    path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
+    return asked_for or (Path("/dev/nvidiactl").exists() and bool(shutil.which("nvcc", path=path)))
 
 
 def torch_standard() -> int:
@@ -296,8 +277,12 @@ def build_wheel(build: Build, target: Path) -> Path:
 def builds_from(build: Build) -> Iterator[Build]:
     """`build`, and those to try if it fails: file by file, then without CUDA, then without MPI."""
     yield build
-    for part in build.extras():
-        yield (build := replace(build, **{part: None if part == "mpi" else False}))
+    if build.joined:
+        yield (build := replace(build, joined=False))
+    if build.cuda:
+        yield (build := replace(build, cuda=False))
+    if build.mpi:
+        yield replace(build, mpi=None)
 
 
 def buildable(build: Build, cache: Path) -> Build:
@@ -316,10 +301,11 @@ def build_with_fallback(wanted: Build, cache: Path) -> Path:
         try:
             wheel = build_wheel(build, folder)
         except BuildFailed as error:
-            if not build.extras():
+            less = next((part for part in HOW_TO_GO_ON if getattr(build, part)), None)
+            if less is None:
                 raise
             tell(str(error))
-            tell(HOW_TO_GO_ON[build.extras()[0]])
+            tell(HOW_TO_GO_ON[less])
             failed.append(build)
         else:
             # the simpler build works, so the cause was what it leaves out, and not the network, say
@@ -382,11 +368,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Build and install what is missing; the exit code is 0 when Horovod is right in the end."""
     options = parse(arguments)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
-    frameworks = framework_versions()
+    frameworks = {key: version for key, names in FRAMEWORKS.items() if (version := installed_version(*names))}
     if not frameworks:
         tell("build_horovod: neither torch nor tensorflow is installed here; first, e.g., pip install torch==2.13.0")
         return 2
-    wanted = Build(frameworks, mpi=None if options.without_mpi else find_mpi(), cuda=find_cuda())
+    mpi = shutil.which("mpicxx") if shutil.which("mpirun") and not options.without_mpi else None
+    wanted = Build(frameworks, mpi, cuda=find_cuda())
     names = ", ".join(f"{name} {version}" for name, version in frameworks.items())
     if not wanted.cuda and Path("/dev/nvidiactl").exists():
         tell("there is a GPU here and no nvcc: Horovod is built without CUDA, and ends a process that gives it a CUDA "
