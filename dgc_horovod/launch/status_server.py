@@ -184,17 +184,14 @@ class _AtMost:
     def __init__(self, stream: Any, left: int) -> None:
         self._stream, self._left = stream, left
 
-    def readline(self, most: int = -1) -> bytes:
-        return self._counted(self._stream.readline(self._allowed(most)))
+    def readline(self, most: int) -> bytes:
+        return self._counted(self._stream.readline(min(most, self._left)))
 
-    def read(self, most: int = -1) -> bytes:
-        return self._counted(self._stream.read(self._allowed(most)))
+    def read(self, most: int) -> bytes:
+        return self._counted(self._stream.read(min(most, self._left)))
 
     def close(self) -> None:
         self._stream.close()
-
-    def _allowed(self, most: int) -> int:
-        return self._left if most < 0 else min(most, self._left)
 
     def _counted(self, data: bytes) -> bytes:
         self._left -= len(data)
