@@ -143,10 +143,7 @@ def _densities(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
 
 def _figures(method: str, alone: int, densities: tuple[float, float], stats: Mapping[str, Any], fp16: bool) -> str:
     sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
-    parts = [
-        _steps(stats, alone),
-        f"a rank sent {size(sent)}, {dense / sent:.3g}x less than fp32 ({size(dense)})",
-    ]
+    parts = [_steps(stats, alone), f"a rank sent {size(sent)}, {dense / sent:.3g}x less than fp32 ({size(dense)})"]
     if fp16:
         parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
     if received:

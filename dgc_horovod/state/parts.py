@@ -8,14 +8,7 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.state.residual_state import (
-    FROZEN_SINCE,
-    MOMENTUM,
-    REMAINDER,
-    RESIDUAL,
-    ResidualState,
-    refuse_moments,
-)
+from dgc_horovod.state.residual_state import FROZEN_SINCE, MOMENTUM, REMAINDER, RESIDUAL, ResidualState, refuse_moments
 
 GRADIENTS, CHANGES, SGD_UPDATES, ADAM_UPDATES = "gradients", "changes of weights", "updates of SGD", "updates of Adam"
 
