@@ -10,26 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from dgc_horovod import settings
 from dgc_horovod.errors import ConfigError, UnsupportedUse, unknown
 from dgc_horovod.schedule import WarmupSchedule
-from dgc_horovod.settings import (
-    FRACTION,
-    POSITIVE,
-    RUNNING,
-    SIZE,
-    SWITCH,
-    WHAT,
-    WHEN,
-    WIRE,
-    Kind,
-    choice,
-    in_range,
-    is_number,
-    normalise,
-    rows_of,
-    setting,
-    whole,
-)
+from dgc_horovod.settings import FRACTION, POSITIVE, RUNNING, SIZE, SWITCH, WHAT, WHEN, WIRE, choice, setting, whole
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 
@@ -74,11 +58,11 @@ MOMENTUM_DTYPES = tuple(_MOST_MOMENTUM)
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 _FLOAT32 = np.finfo(np.float32)
-_MAGNITUDE = in_range(
+_MAGNITUDE = settings.in_range(
     "a positive number in the normal range of float32", lambda value: bool(_FLOAT32.tiny <= value <= _FLOAT32.max)
 )
-_MOMENTUM = in_range("in [0, 1)", lambda value: 0 <= value < 1)
-_A_WARMUP = Kind(
+_MOMENTUM = settings.in_range("in [0, 1)", lambda value: 0 <= value < 1)
+_A_WARMUP = settings.Kind(
     "", "", str, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000),",
     lambda value: isinstance(value, WarmupSchedule), lambda value: value,
 )  # fmt: skip
@@ -193,7 +177,7 @@ class DGCConfig:
     max_skipped: int = setting(100, "steps skipped in a row before every rank stops, 0: never", whole(0), RUNNING)
 
     def __post_init__(self) -> None:
-        normalise(self)
+        settings.normalise(self)
         for conflict in self._conflicts():
             raise ConfigError(conflict)
 
@@ -224,7 +208,7 @@ class DGCConfig:
                 "auto(...), or --compression dgc; other methods leave the momentum to the optimizer"
             )
         asked_for = {"local": local, AUTO: self.automatic}
-        for row in rows_of(self):
+        for row in settings.rows_of(self):
             if getattr(self, row.field) != row.default and not asked_for.get(row.method, True):
                 yield f"{row.field} goes with Compression.{row.method}(...), or --compression {row.method}"
         if local and (self.momentum_correction or self.clip_norm is not None or self.may_use_nodes):
@@ -306,7 +290,7 @@ def check_field_names(names: Iterable[str]) -> None:
 
 def check_predivide(factor: object, averages: bool) -> None:
     """Raise ConfigError unless Horovod's gradient_predivide_factor can be applied, in fp32 and to an average."""
-    if not is_number(factor) or not 2.0**-126 <= factor <= 2.0**126:
+    if not settings.is_number(factor) or not 2.0**-126 <= factor <= 2.0**126:
         raise ConfigError(f"gradient_predivide_factor must be a positive number, got {factor!r}; leave it at 1.0")
     if factor != 1.0 and not averages:
         raise ConfigError(f"gradient_predivide_factor={factor} goes with op=hvd.Average only; leave it at 1.0")

@@ -11,24 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dgc_horovod import settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import nearest
 from dgc_horovod.schedule import WarmupSchedule
-from dgc_horovod.settings import (
-    BY_DGCRUN,
-    EVERYWHERE,
-    PATH,
-    RUNNING,
-    SECONDS,
-    SWITCH,
-    TEXT,
-    WHAT,
-    Setting,
-    check_whole,
-    choice,
-    rows_of,
-)
+from dgc_horovod.settings import BY_DGCRUN, EVERYWHERE, PATH, RUNNING, SECONDS, SWITCH, TEXT, WHAT, Setting, choice
 
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)  # of ranks, as launchers write them
 METHODS = ("none", "fp16", *PRESETS)
@@ -36,9 +24,9 @@ _BACKENDS = ("auto", "native", "triton", "torch_eager", "reference")
 
 
 def _of_config() -> Iterator[Setting]:
-    for row in rows_of(DGCConfig):
+    for row in settings.rows_of(DGCConfig):
         if row.field == "warmup":
-            yield from rows_of(WarmupSchedule, "warmup.")
+            yield from settings.rows_of(WarmupSchedule, "warmup.")
         elif row.group:
             yield row
 
@@ -171,7 +159,7 @@ def node_size() -> int:
     """
     found = value(NODE_SIZE)
     if found is not None:
-        check_whole(NODE_SIZE.name, found, 1)
+        settings.check_whole(NODE_SIZE.name, found, 1)
     return found or 0
 
 
