@@ -76,7 +76,7 @@ class Echo(Collectives):
     def _is_done(self, handle: None) -> bool:
         return True
 
-    def _result(self, handle: None) -> Tensor:
+    def _result(self, pending: Pending) -> Tensor:
         raise AssertionError("no collective has a handle")
 
 

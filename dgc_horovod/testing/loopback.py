@@ -77,9 +77,9 @@ class Loopback(Collectives):
             )
         return True
 
-    def _result(self, handle: Message) -> Tensor:
+    def _result(self, pending: Pending) -> Tensor:
         """Return a copy of the result, which a rank may write to."""
-        result = handle.result()
+        result: Tensor = pending.handle.result()
         return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # alltoall: this rank's part
 
     def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:

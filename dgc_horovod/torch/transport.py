@@ -29,11 +29,6 @@ def needs_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not hvd.cuda_built()
 
 
-def _sendable(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tensor to pass to Horovod, and `Pending.home`."""
-    return (tensor.cpu(), tensor) if needs_host(tensor) else (tensor, None)
-
-
 class _ElasticTimeout(CollectiveTimeout, HorovodInternalError):
     """A timeout of an elastic job, after which the remaining ranks return to the last commit."""
 
@@ -53,49 +48,30 @@ class HorovodCollectives(Collectives):
         self.process_set = process_set
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, packet, full_name)
-        handle = self._start(hvd.allgather_async, packet, name=full_name, process_set=self.process_set)
-        return Pending(handle, packet, full_name)
+        return self._begun_by(hvd.allgather_async, packet, name)
 
     def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, tensor, full_name)
-        sent, home = _sendable(tensor)
-        handle = self._start(hvd.alltoall_async, sent, None, full_name, self.process_set)
-        return Pending(handle, sent, full_name, home)
+        return self._begun_by(hvd.alltoall_async, tensor, name)
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
     ) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, tensor, full_name)
-        sent, home = _sendable(tensor)
-        handle = self._start(
-            hvd.allreduce_async_,
-            sent,
-            name=full_name,
-            op=hvd.Average if averages else hvd.Sum,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=self.process_set,
-        )
-        return Pending(handle, sent, full_name, home)
+        op = hvd.Average if averages else hvd.Sum
+        factors = {"prescale_factor": prescale, "postscale_factor": postscale}
+        return self._begun_by(hvd.allreduce_async_, tensor, name, op=op, **factors)
 
     def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, tensor, full_name)
-        sent, home = _sendable(tensor)
         ranks = list(self.process_set.ranks or range(self.workers))  # global ranks of the set
-        handle = self._start(hvd.broadcast_async_, sent, ranks[root], full_name, self.process_set)
-        return Pending(handle, sent, full_name, home)
+        return self._begun_by(hvd.broadcast_async_, tensor, name, root_rank=ranks[root])
 
     def stages(self, tensor: torch.Tensor) -> bool:
         return needs_host(tensor)
+
+    def _begun_by(self, operation: Callable[..., int], tensor: torch.Tensor, name: str, **settings: object) -> Pending:
+        def start(sent: torch.Tensor, full_name: str) -> tuple[int, torch.Tensor]:
+            return self._start(operation, sent, name=full_name, process_set=self.process_set, **settings), sent
+
+        return self._begun(tensor, name, start)
 
     def _start(self, operation: Callable[..., int], *arguments: object, **settings: object) -> int:
         """Start a collective; return Horovod's handle.
@@ -113,8 +89,8 @@ class HorovodCollectives(Collectives):
     def _is_done(self, handle: int) -> bool:
         return bool(hvd.poll(handle))
 
-    def _result(self, handle: int) -> torch.Tensor:
-        result = hvd.synchronize(handle)
+    def _result(self, pending: Pending) -> torch.Tensor:
+        result = hvd.synchronize(pending.handle)
         return result[0] if isinstance(result, tuple) else result  # an alltoall also returns the received sizes
 
     def _timed_out(self, text: str) -> CollectiveTimeout:

@@ -86,8 +86,8 @@ class Network(Loopback):
 
     damages = False
 
-    def _result(self, handle):
-        result = super()._result(handle)
+    def _result(self, pending):
+        result = super()._result(pending)
         if self.damages and handle is self._board["bucket1.packets"]:
             result[-1] ^= 1
         return result

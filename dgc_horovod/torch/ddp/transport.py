@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,18 +20,9 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import cut
 from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Start
 
 _PAUSE = 0.01  # seconds between two polls of the store
-
-
-class _Started(NamedTuple):
-    """A collective under way: its name, torch's handle, the tensor that gets the result, the factor of the result."""
-
-    name: str
-    work: Any
-    result: torch.Tensor
-    factor: float
 
 
 class Group(NamedTuple):
@@ -148,40 +140,33 @@ class ProcessGroupCollectives(Collectives):
         self.group, self._gloo = group, group.gloo
 
     def allgather(self, packet: torch.Tensor, name: str) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, packet, full_name)
-        # pinned memory, which is allocated once, if a device has written the packet: it reads the result there
-        gathered = torch.empty(self.workers * packet.numel(), dtype=packet.dtype, pin_memory=packet.is_pinned())
-        return self._started("_allgather_base", full_name, gathered, packet, result=gathered)
+        def start(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:
+            # pinned memory, which is allocated once, if a device has written the packet: it reads the result there
+            gathered = torch.empty(self.workers * sent.numel(), dtype=sent.dtype, pin_memory=sent.is_pinned())
+            return self._gloo._allgather_base(gathered, sent), gathered
+
+        return self._begun(packet, name, start)
 
     def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, tensor, full_name)
-        sent = tensor.cpu()
-        received = torch.empty_like(sent)
-        home = tensor if tensor.is_cuda else None
-        return self._started("alltoall_base", full_name, received, sent, [], [], result=received, home=home)
+        def start(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:
+            received = torch.empty_like(sent)
+            return self._gloo.alltoall_base(received, sent, [], []), received
+
+        return self._begun(tensor, name, start)
 
     def allreduce(
         self, tensor: torch.Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
     ) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, tensor, full_name)
-        sent, home = tensor.cpu(), tensor if tensor.is_cuda else None
-        if prescale != 1:
-            sent.mul_(prescale)
-        factor = postscale / self.workers if averages else postscale
-        return self._started("allreduce", full_name, [sent], result=sent, home=home, factor=factor)
+        def start(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:
+            return self._gloo.allreduce([sent if prescale == 1 else sent.mul_(prescale)]), sent
+
+        return self._begun(tensor, name, start, postscale / self.workers if averages else postscale)
 
     def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
-        full_name = self._full_name(name)
-        if self.workers == 1:
-            return Pending(None, tensor, full_name)
-        sent, home = tensor.cpu(), tensor if tensor.is_cuda else None
-        return self._started("broadcast", full_name, sent, root, result=sent, home=home)
+        return self._begun(tensor, name, lambda sent, full_name: (self._gloo.broadcast(sent, root), sent))
+
+    def stages(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """See `Collectives`; all data are padded to the longest."""
@@ -198,33 +183,30 @@ class ProcessGroupCollectives(Collectives):
         Collectives are matched by order, and two of different sizes end a process. Gloo distinguishes kinds, and
         barriers are used only here: a rank that is elsewhere waits too, until the timeout.
         """
-        if self.workers > 1:
-            self.wait(self._started("barrier", self._full_name(name), result=torch.empty(0)))
+        self.wait(self._begun(torch.empty(0), name, lambda nothing, full_name: (self._gloo.barrier(), nothing)))
 
-    def _started(
-        self,
-        collective: str,
-        name: str,
-        *arguments: Any,
-        result: torch.Tensor,
-        home: torch.Tensor | None = None,
-        factor: float = 1.0,
-    ) -> Pending:
+    def _begun(self, tensor: torch.Tensor, name: str, start: Start, factor: float = 1.0) -> Pending:
+        def started(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:
+            with self._failing(full_name):
+                return start(sent, full_name)
+
+        return super()._begun(tensor, name, started, factor)
+
+    def _is_done(self, handle: Any) -> bool:
+        return bool(handle.is_completed())
+
+    def _result(self, pending: Pending) -> torch.Tensor:
+        with self._failing(pending.name):
+            pending.handle.wait()
+        return pending.result
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """Raise `_failed` for an error of Gloo inside."""
         try:
-            work = getattr(self._gloo, collective)(*arguments)
+            yield
         except RuntimeError as error:
             raise self._failed(name, error) from error
-        return Pending(_Started(name, work, result, factor), result, name, home)
-
-    def _is_done(self, handle: _Started) -> bool:
-        return bool(handle.work.is_completed())
-
-    def _result(self, handle: _Started) -> torch.Tensor:
-        try:
-            handle.work.wait()
-        except RuntimeError as error:
-            raise self._failed(handle.name, error) from error
-        return handle.result if handle.factor == 1 else handle.result.mul_(handle.factor)
 
     def _failed(self, name: str, error: Exception) -> DGCError:
         """Return a timeout error for Gloo's time limit, which is ours, else LostRank: the connection is lost.

@@ -28,15 +28,21 @@ class Pending:
 
     Args:
         handle: handle of the transport; None with one worker.
-        result: result of the collective, if there is no handle.
+        result: result of the collective, if there is no handle, or if the transport writes to this tensor.
         name: full name of the collective.
         home: tensor that gets the result, if a copy on the host was sent; else None.
+        factor: factor of the result, for a transport that has none.
     """
 
     handle: Any
     result: torch.Tensor
     name: str
     home: torch.Tensor | None = None
+    factor: float = 1.0
+
+
+# function of the tensor to send and the collective's full name; returns handle and `Pending.result`
+Start = Callable[[torch.Tensor, str], tuple[Any, torch.Tensor]]
 
 
 class Collectives(ABC):
@@ -82,14 +88,19 @@ class Collectives(ABC):
         """Return whether the collective is done."""
 
     @abstractmethod
-    def _result(self, handle: Any) -> torch.Tensor:
+    def _result(self, pending: Pending) -> torch.Tensor:
         """Return the result of a collective that is done."""
 
     def _timed_out(self, text: str) -> CollectiveTimeout:
         return CollectiveTimeout(text)
 
-    def _full_name(self, name: str) -> str:
-        return f"dgc.{self.tag}.{name}"
+    def _begun(self, tensor: torch.Tensor, name: str, start: Start, factor: float = 1.0) -> Pending:
+        """Begin a collective of this optimizer by `start`; with one worker nothing is sent."""
+        full_name = f"dgc.{self.tag}.{name}"
+        if self.workers == 1:
+            return Pending(None, tensor, full_name)
+        sent, home = (tensor.cpu(), tensor) if self.stages(tensor) else (tensor, None)
+        return Pending(*start(sent, full_name), full_name, home, factor)
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """Gather the `data` of every rank, of any length, in rank order. Blocks; two collectives."""
@@ -121,7 +132,9 @@ class Collectives(ABC):
                     raise self._timed_out(timed_out(self.rank, self.workers, pending.name, self._timeout))
                 time.sleep(pause)
                 pause = min(1.1 * pause, _LONGEST_PAUSE)  # a tenth of the time waited so far
-            result = self._result(pending.handle)
+            result = self._result(pending)
+            if pending.factor != 1:
+                result.mul_(pending.factor)
         return result if pending.home is None else pending.home.copy_(result)
 
 
