@@ -25,6 +25,7 @@ from benchmarks.gpu.page import STEP_WAYS
 from benchmarks.gpu.timing import timed
 from benchmarks.quality.tasks import TransformerModel, tied_transformer
 from dgc_horovod import DGCConfig
+from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates import update_of
@@ -194,10 +195,8 @@ def _compressed(trained: Trained, device: str) -> Step:
     model, optimizer, batch = _parts(trained, device)
     config = DGCConfig(density=DENSITIES[trained.optimizer])
     update, parameters = update_of(optimizer, config), dict(model.named_parameters())
-    carrier = Echo(0, WORKERS, "echo")
-    exchange = GradientExchange(
-        parameters, dict.fromkeys(parameters.values(), 0), config, carrier, ReduceSettings(averages=True), lambda: 1.0
-    )
+    places, carriers = dict.fromkeys(parameters.values(), 0), {ALL: Echo(0, WORKERS, "echo")}
+    exchange = GradientExchange(parameters, places, config, carriers, ReduceSettings(averages=True), lambda: 1.0)
     update.prepare(optimizer, exchange)
     results: dict[Tensor, Callable[[], Tensor]] = {}
     for p in parameters.values():

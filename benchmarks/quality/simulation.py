@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -43,7 +44,7 @@ def _exchange(
     """The exchange of one of N ranks, whose messages are on a board."""
     transport, parameters = Loopback(rank, workers, board), dict(model.named_parameters())
     places = dict.fromkeys(parameters.values(), 0)
-    return make(parameters, places, config, transport, ReduceSettings(averages=True), lambda: 1.0)
+    return make(parameters, places, config, {ALL: transport}, ReduceSettings(averages=True), lambda: 1.0)
 
 
 class DenseRanks:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import horovod.torch as hvd
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
+from dgc_horovod.torch.horovod_carrier import HorovodCarrier
+from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.session import session_of
-from dgc_horovod.torch.transport import HorovodCollectives
 
 
 def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: object) -> None:
@@ -33,7 +32,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    state.save(directory, model, optimizer, extra, _member(optimizer))
+    state.save(directory, model, optimizer, extra, _carrier_of(optimizer))
 
 
 def load_checkpoint(
@@ -56,18 +55,17 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    return state.load(directory, model, optimizer, residuals, _member(optimizer))
+    return state.load(directory, model, optimizer, residuals, _carrier_of(optimizer))
 
 
-def _member(optimizer: Any) -> state.Member:
-    """Return this rank's `Member`, from Horovod's attributes of `optimizer`."""
+def _carrier_of(optimizer: Any) -> Carrier:
+    """Return the carrier of an optimizer of ``DistributedOptimizer``, which may be stock Horovod's own."""
     if not hasattr(optimizer, "_requires_update"):
         raise UnsupportedUse(f"pass the optimizer that DistributedOptimizer returned, got {type(optimizer).__name__}")
     if not optimizer.process_set.included():
         raise UnsupportedUse("this rank is not in the optimizer's process set; call it on ranks of the set only")
     session = session_of(optimizer)
-    if session is not None:
-        session.carrier.follow(session)
-    ranks, averages = optimizer.process_set, optimizer.op == hvd.Average
-    patient = HorovodCollectives(ranks, checkpoint.CALLS, envvars.checkpoint_seconds())
-    return state.Member(patient, optimizer._parameter_names, averages, ranks.process_set_id)
+    if session is None:
+        return HorovodCarrier(optimizer)
+    session.carrier.follow(session)
+    return session.carrier

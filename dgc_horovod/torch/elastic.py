@@ -70,7 +70,7 @@ class ElasticCarrier(HorovodCarrier):
                 "step": str(exchange.steps),
                 "loss scale (keep the scaler's state_dict() in the TorchState)": str(exchange.loss_scale()),
             }
-            check_agreement(HorovodCollectives(hvd.global_process_set, "start"), fields)
+            check_agreement(self.collectives("start"), fields)
 
     def follow(self, session: Session) -> None:
         """Adapt to the present ranks: Horovod does not sync the state when a host has only left."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,21 +14,19 @@ from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
-from dgc_horovod.config import DGCConfig, check_predivide
-from dgc_horovod.config_check import check_agreement, refused_alike
+from dgc_horovod.config import check_predivide
 from dgc_horovod.core import budget
 from dgc_horovod.core.nodes import LAST_STEP_SECONDS, Launched, declare, declared, meet_at_exit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.settings import check_whole
+from dgc_horovod.state import checkpoint
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
-from dgc_horovod.torch.gradients.node_exchange import agreed_transports
 from dgc_horovod.torch.session.carrier import Carrier, Stock
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
-from dgc_horovod.torch.wrapping.checks import agreed_fields, choice_fields
 
 STOCK = "stock Horovod"
 _log = logging.getLogger("dgc_horovod")
@@ -47,43 +44,6 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
     check_whole("backward_passes_per_step", passes, 1)
 
 
-def check_same_choice(compression: object, process_set: hvd.ProcessSet, refused: str = "nothing") -> None:
-    """Raise RankMismatch on every rank if only some compress, or some refuse: their collectives would never match.
-
-    Not under Elastic, where a newcomer makes its optimizer while the other ranks wait in sync.
-    """
-    if process_set.included() and not envvars.horovod_elastic():
-        check_agreement(HorovodCollectives(process_set, "choice"), choice_fields(compression, refused))
-
-
-def alike(process_set: hvd.ProcessSet) -> AbstractContextManager[None]:
-    """`refused_alike`, between the ranks of a process set that compress."""
-    return refused_alike(lambda refused: check_same_choice("dgc", process_set, refused))
-
-
-def agreed_arguments(session: Session, op: int) -> dict[str, str]:
-    """Return `agreed_fields` and Horovod's arguments."""
-    settings, places = session.carrier.settings, session.boundaries
-    return {
-        **agreed_fields(session),
-        "op": str(op),
-        "backward_passes_per_step": str(session.passes.per_step),
-        "gradient_predivide_factor": str(float(settings.gradient_predivide_factor)),
-        "sparse_as_dense": str(settings.sparse_as_dense),
-        "bucket boundaries": "\n".join(f"{name} {places[p]}" for name, p in session.parameters.items()),
-    }
-
-
-def boundaries(
-    groups: int | Iterable[Iterable[torch.Tensor]] | None, parameters: Mapping[str, torch.Tensor]
-) -> dict[torch.Tensor, int]:
-    """Return a number for each parameter, equal for parameters of one of Horovod's `groups` on one device."""
-    lists = split_list(list(parameters.values()), groups) if isinstance(groups, int) else groups or []
-    group_of = {p: i for i, group in enumerate(lists) for p in group}
-    keys: dict[Any, int] = {}
-    return {p: keys.setdefault((group_of.get(p, -1), p.device), len(keys)) for p in parameters.values()}
-
-
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
     """Return the process sets of a hierarchical exchange, for ``hvd.init(process_sets=node_process_sets(G))``.
 
@@ -94,23 +54,6 @@ def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
         The sets, for `hvd.init`; empty for one node, one worker a node, or workers that do not fill nodes.
     """
     return declare(hvd.ProcessSet, node_size)
-
-
-def transports(
-    collectives: HorovodCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
-) -> Mapping[str, Collectives]:
-    """Return `agreed_transports` on Horovod's process sets."""
-    on_gpus = hvd.nccl_built() and all(p.is_cuda for p in parameters.values())
-    speed = budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
-
-    def make(topology: Topology) -> Mapping[str, Collectives]:
-        meet_at_exit(_meet)
-        return {
-            BETWEEN: HorovodCollectives(declared(topology.between), f"{collectives.tag}.between{topology.local_rank}"),
-            INSIDE: HorovodCollectives(declared(topology.inside), f"{collectives.tag}.inside{topology.node}"),
-        }
-
-    return agreed_transports(collectives, config, Launched.of(hvd), averages, parameters, speed, make)
 
 
 def _meet() -> None:
@@ -130,25 +73,55 @@ class HorovodCarrier(Carrier):
         )
         super().__init__(optimizer._parameter_names, settings, optimizer.backward_passes_per_step)
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
-        optimizer._groups = None  # they are used as bucket boundaries only
         self.stock = StockHorovod(optimizer)
 
     @property
     def group_name(self) -> str:
-        return f"process set {self.process_set.process_set_id}"
+        return f"process set {self.group_number}"
+
+    @property
+    def group_number(self) -> int:
+        return int(self.process_set.process_set_id)
+
+    def collectives(self, tag: str) -> Collectives:
+        return HorovodCollectives(self.process_set, tag)
+
+    def patient(self) -> Collectives:
+        return HorovodCollectives(self.process_set, checkpoint.CALLS, envvars.checkpoint_seconds())
+
+    def launched(self) -> Launched:
+        return Launched.of(hvd)
+
+    def speed(self, session: Session) -> float:
+        on_gpus = hvd.nccl_built() and all(p.is_cuda for p in session.parameters.values())
+        return budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
+
+    def of_nodes(self, topology: Topology, tag: str) -> Mapping[str, Collectives]:
+        meet_at_exit(_meet)
+        return {
+            BETWEEN: HorovodCollectives(declared(topology.between), f"{tag}.between{topology.local_rank}"),
+            INSIDE: HorovodCollectives(declared(topology.inside), f"{tag}.inside{topology.node}"),
+        }
 
     def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
-        return boundaries(self._groups, parameters)
+        """See `Carrier`: equal for parameters of one of Horovod's `groups` on one device."""
+        groups = self._groups
+        lists = split_list(list(parameters.values()), groups) if isinstance(groups, int) else groups or []
+        group_of = {p: i for i, group in enumerate(lists) for p in group}
+        keys: dict[Any, int] = {}
+        return {p: keys.setdefault((group_of.get(p, -1), p.device), len(keys)) for p in parameters.values()}
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
-        return agreed_arguments(session, int(self.op))
-
-    def agree(self, session: Session) -> None:
-        check_agreement(HorovodCollectives(self.process_set, "start"), self.agreed_fields(session))
-
-    def transports(self, session: Session) -> Mapping[str, Collectives]:
-        collectives = HorovodCollectives(self.process_set, session.tag)
-        return transports(collectives, session.config, self.settings.averages, session.parameters)
+        """See `Carrier`; with Horovod's arguments."""
+        places = session.boundaries
+        return {
+            **super().agreed_fields(session),
+            "op": str(int(self.op)),
+            "backward_passes_per_step": str(session.passes.per_step),
+            "gradient_predivide_factor": str(float(self.settings.gradient_predivide_factor)),
+            "sparse_as_dense": str(self.settings.sparse_as_dense),
+            "bucket boundaries": "\n".join(f"{name} {places[p]}" for name, p in session.parameters.items()),
+        }
 
     def started(self, session: Session) -> None:
         if session.speaks and any(needs_host(p) for p in session.parameters.values()):

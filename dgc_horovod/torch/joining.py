@@ -60,7 +60,7 @@ def join(device: int = -1) -> int:
         weights and optimizer state.
     """
     for strategy in _automatic():
-        if strategy.undecided:
+        if not strategy.choice.trial.ended:
             strategy.choice.give_up(JOINED)  # other ranks see it at their next comparison
     last = _join(device)
     _even_out([strategy for strategy in _automatic() if _of_all_ranks(strategy.session)])
@@ -150,7 +150,7 @@ class _Participant:
     def __init__(self, session: Session) -> None:
         self.session, self.steps = session, session.exchange.steps
         self._grads = {p: p.grad for p in session.exchange.names}  # of accumulated passes of an incomplete step
-        self._held = session.passes.set_aside()
+        self._restore_passes = session.passes.set_aside()
         _mark(session, True)
 
     def begin(self) -> None:
@@ -193,7 +193,7 @@ class _Participant:
         _mark(session, False)
         for p, grad in self._grads.items():
             p.grad = grad
-        session.passes.put_back(self._held)
+        self._restore_passes()
         session.passes.synchronized = False
 
 

@@ -25,15 +25,17 @@ from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.norms import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
-from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier, alike, check_arguments, check_same_choice
+from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier, check_arguments
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import session_of
-from dgc_horovod.torch.transport import WITHOUT_CUDA, needs_host
+from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.wrapping.checks import (
     NoChoice,
+    alike,
     check_optimizer,
     check_parameters,
     check_plain_models,
+    check_same_choice,
     checked_names,
     without_a_choice,
 )
@@ -98,7 +100,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
 
     if config is None:
-        check_same_choice(compression, process_set)
+        check_same_choice(_comparing(process_set), compression)
         return stock(compression)
     try:
         return _compressing(
@@ -130,7 +132,7 @@ def _compressing(
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
-    with alike(process_set), without_a_choice(config.automatic):
+    with alike(_comparing(process_set)), without_a_choice(config.automatic):
         named = checked_names(optimizer, given)
         check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
         check_optimizer(optimizer, settings["sparse_as_dense"])
@@ -144,8 +146,15 @@ def _compressing(
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
         carrier = ElasticCarrier(wrapped) if envvars.horovod_elastic() else HorovodCarrier(wrapped)
+        wrapped._groups = None  # they are used as bucket boundaries only
         begin(wrapped, carrier, kind, grad_scaler)
     return wrapped
+
+
+def _comparing(process_set: hvd.ProcessSet) -> HorovodCollectives | None:
+    """Return a transport to compare choices; None under Elastic: there a newcomer wraps while others wait in sync."""
+    compares = process_set.included() and not envvars.horovod_elastic()
+    return HorovodCollectives(process_set, "choice") if compares else None
 
 
 def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:

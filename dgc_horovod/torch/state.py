@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from dgc_horovod.session.base import left_of_all
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import MAPPING, NAMED, NUMBER, SWITCH, TEXT, Kind, checked, list_of, optional
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
-from dgc_horovod.torch.gradients.collectives import Collectives, laid_out_as
+from dgc_horovod.torch.gradients.collectives import laid_out_as
 from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.session import Session, session_of
 
 _FIELDS = {"model": MAPPING, "optimizer": MAPPING, "extra": NAMED}
@@ -141,52 +142,37 @@ def _is_number(x: object) -> bool:
     return x.numel() == 1 if isinstance(x, torch.Tensor) else NUMBER.holds(x)
 
 
-class Member(NamedTuple):
-    """One of the ranks that save or load an optimizer together.
-
-    Args:
-        collectives: transport of these ranks, with a timeout for slow disks.
-        names: names of parameters, which may include those of other optimizers.
-        averages: whether gradients are averaged or summed.
-        group: number of the group of ranks; 0: all of the job.
-    """
-
-    collectives: Collectives
-    names: Mapping[torch.Tensor, str]
-    averages: bool
-    group: int
-
-
 def save(
     directory: str | os.PathLike[str],
     model: Module | None,
     optimizer: Optimizer,
     extra: dict[str, Any],
-    member: Member,
+    carrier: Carrier,
 ) -> None:
     """Save as ``save_checkpoint`` of every adapter; without `model`: the residuals of every rank alone."""
-    session = session_of(optimizer)
+    session, collectives = session_of(optimizer), carrier.patient()
     if session is not None:
         session.strategy.conclude()
 
     def content() -> checkpoint.Content:
         state = None if session is None else kept_by(session)
-        saved = _dumped(model, optimizer, extra) if member.collectives.rank == 0 else b""
+        saved = _dumped(model, optimizer, extra) if collectives.rank == 0 else b""
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        holds = checkpoint.digest_of_names([name for p, name in member.names.items() if p in own], member.group)
+        names = [name for p, name in carrier.names.items() if p in own]
+        holds = checkpoint.digest_of_names(names, carrier.group_number)
         return checkpoint.Content(holds, saved, state, None if session is None else session.config)
 
-    checkpoint.save(directory, member.collectives, content)
+    checkpoint.save(directory, collectives, content)
 
 
 def load(
-    directory: str | os.PathLike[str], model: Module | None, optimizer: Optimizer, residuals: str, member: Member
+    directory: str | os.PathLike[str], model: Module | None, optimizer: Optimizer, residuals: str, carrier: Carrier
 ) -> dict[str, Any]:
     """Load as ``load_checkpoint`` of every adapter; without `model`: the residuals of every rank alone."""
-    session, collectives = session_of(optimizer), member.collectives
+    session, collectives = session_of(optimizer), carrier.patient()
     config = None if session is None else session.config
     node_size = 1 if session is None else session.exchange.topology.node_size
-    found = checkpoint.load(directory, collectives, config, member.averages, residuals, node_size)
+    found = checkpoint.load(directory, collectives, config, carrier.settings.averages, residuals, node_size)
     with put_back_on_error(model), together(collectives, f"loading {directory}"):
         if session is not None:
             session.strategy.check_between_steps()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import LOOKS, made_not_finite
+from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.torch.gradients.collectives import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -39,7 +41,6 @@ from dgc_horovod.torch.optimizer_state import (
 
 States = MutableMapping[Parameter, State]  # of an optimizer
 OwnStep = Callable[[], Any]
-Own = dict[Parameter, tuple[Arrays, int | None]]  # state that differs between ranks: slots by part, and Adam's steps
 
 STOCK: dict[type[Optimizer], Arithmetic] = {torch.optim.SGD: SGD(), torch.optim.AdamW: Adam(), torch.optim.Adam: Adam()}
 
@@ -270,40 +271,6 @@ class Update:
             if self.arithmetic.dense_is_stock:
                 exchange.second.forget(exchange.names[p])
 
-    # -- state that differs between ranks
-
-    def add_own(self, optimizer: Optimizer, exchange: GradientExchange, state: ResidualState) -> None:
-        """Add the optimizer's state that differs between ranks to this rank's record."""
-        for p, name in exchange.names.items() if self.arithmetic.own else ():
-            own = optimizer.state.get(p, {})
-            kept = {part: own.get(SLOTS[part]) for part in self.arithmetic.own}
-            slots = {part: flat(x).copy() for part, x in kept.items() if x is not None}
-            if not all(np.isfinite(x).all() for x in slots.values()):
-                continue  # a checkpoint cannot hold them
-            if slots:
-                state.tensors.setdefault(name, {}).update(slots)
-            if STEP in own and name in state.tensors:
-                state.directions[name] = int(own[STEP])
-
-    def split_own(self, exchange: GradientExchange, state: ResidualState) -> tuple[ResidualState, Own]:
-        """Split a record into the part without state of `add_own`, and that state, for `take_own`; changes nothing.
-
-        Raises:
-            CheckpointError: the record is of another model.
-        """
-        of_name = {name: p for p, name in exchange.names.items()}
-        rest, own = without_own(state, self.arithmetic.own, {name: p.numel() for name, p in of_name.items()})
-        found = {of_name[name]: (slots, state.directions.get(name)) for name, slots in own.items()}
-        return dataclasses.replace(rest, directions={}), found
-
-    @torch.no_grad()
-    def take_own(self, optimizer: Optimizer, own: Own) -> None:
-        """Load the state that `split_own` has found."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p in own:
-                    put_slots(p, group, optimizer.state[p], *own[p])
-
     # -- flush
 
     @torch.no_grad()
@@ -360,3 +327,48 @@ class Update:
 def _sign(options: Options) -> float:
     """Return -1 with ``maximize``, else 1: stock's slots are of the gradient that is descended."""
     return -1.0 if options.maximize else 1.0
+
+
+class OwnState(StatePart):
+    """The state of the user's optimizer that differs between ranks.
+
+    Args:
+        own: parts of a record that are slots of its own on each rank, see `Arithmetic`.
+        optimizer: wrapped optimizer, to which this refers weakly.
+        names: name of every exchanged parameter.
+    """
+
+    in_optimizer = True
+
+    def __init__(self, own: Collection[str], optimizer: Optimizer, names: Mapping[Parameter, str]) -> None:
+        self._own, self._names = own, names
+        self._optimizer: Optimizer = weakref.proxy(optimizer)
+
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        for p, name in self._names.items() if self._own else ():
+            held = self._optimizer.state.get(p, {})
+            kept = {part: held.get(SLOTS[part]) for part in self._own}
+            slots = {part: flat(x).copy() for part, x in kept.items() if x is not None}
+            if not all(np.isfinite(x).all() for x in slots.values()):
+                continue  # a checkpoint cannot hold them
+            if slots:
+                state.tensors.setdefault(name, {}).update(slots)
+            if STEP in held and name in state.tensors:
+                state.directions[name] = int(held[STEP])
+
+    def _split(self, state: ResidualState) -> tuple[ResidualState, dict[str, Arrays]]:
+        return without_own(state, self._own, {name: p.numel() for p, name in self._names.items()})
+
+    def without(self, state: ResidualState) -> ResidualState:
+        """See `StatePart`."""
+        return dataclasses.replace(self._split(state)[0], directions={})
+
+    @torch.no_grad()
+    def resume(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        slots = self._split(state)[1]
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if (name := self._names.get(p, "")) in slots:
+                    put_slots(p, group, self._optimizer.state[p], slots[name], state.directions.get(name))

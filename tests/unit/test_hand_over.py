@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
 from dgc_horovod import DGCConfig
+from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.kernels.triton.sender import TritonSender
@@ -88,7 +89,7 @@ class Rank:
         config, self.carrier = DGCConfig(**{**common, **settings}), Carrier(by_name)
         places = dict.fromkeys(self.parameters.values(), 0)
         reduce = ReduceSettings(averages=True)
-        self.exchange = made(self.parameters, places, config, self.carrier, reduce, lambda: 1.0)
+        self.exchange = made(self.parameters, places, config, {ALL: self.carrier}, reduce, lambda: 1.0)
         values = self.parameters.values()
         self.optimizer = torch.optim.AdamW(values, 0.1) if adam else torch.optim.SGD(values, 0.1, momentum=0.9)
         self.update = update_of(self.optimizer, config)

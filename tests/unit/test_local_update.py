@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +11,9 @@ import torch
 from dgc_horovod.arithmetic import Adam, Local
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.updates import Update
+from dgc_horovod.torch.updates import OwnState
 
-LOCAL = Update(Adam(), Local(Adam(), 1.0))
+OWN = Local(Adam(), 1.0).own
 
 
 def adamw(steps, **options):
@@ -32,11 +31,12 @@ def adamw(steps, **options):
 def test_moments_come_back_in_the_memory_format_of_the_weights(options):
     """Contiguous ones had given a fused step each weight another weight's moments."""
     (saved, p), (loaded, other) = adamw(3, **options), adamw(1, **options)
-    update, state = LOCAL, ResidualState(0, 1, True, tensors={"w": {"v": np.zeros(p.numel())}})
-    update.add_own(saved, SimpleNamespace(names={p: "w"}), state)
-    rest, own = update.split_own(SimpleNamespace(names={other: "w"}), state)
+    state = ResidualState(0, 1, True, tensors={"w": {"v": np.zeros(p.numel())}})
+    OwnState(OWN, saved, {p: "w"}).put(state)
+    part = OwnState(OWN, loaded, {other: "w"})
+    rest = part.without(state)
     assert set(rest.tensors["w"]) == {"v"} and not rest.directions
-    update.take_own(loaded, own)
+    part.resume(state)
     for key, moment in saved.state[p].items():
         assert torch.equal(loaded.state[other][key], moment) and loaded.state[other][key].stride() == moment.stride()
     other.data.copy_(p)
@@ -51,5 +51,5 @@ def test_a_record_of_another_model_changes_nothing():
     before = copy.deepcopy(optimizer.state_dict()["state"])
     alien = ResidualState(0, 1, True, tensors={"w": {"first": np.zeros(5), "second": np.zeros(5)}})
     with pytest.raises(CheckpointError, match=r"'w' has \[5\] elements, the model's tensor has 108"):
-        LOCAL.split_own(SimpleNamespace(names={p: "w"}), alien)
+        OwnState(OWN, optimizer, {p: "w"}).without(alien)
     assert all(torch.equal(before[0][key], x) for key, x in optimizer.state[p].items())

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.errors import CorruptPacket, DGCError
+from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.exchange.flat import AllgatherExchange
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.reference import ReferenceKernels
@@ -88,7 +89,7 @@ class Network(Loopback):
 
     def _result(self, pending):
         result = super()._result(pending)
-        if self.damages and handle is self._board["bucket1.packets"]:
+        if self.damages and pending.handle is self._board["bucket1.packets"]:
             result[-1] ^= 1
         return result
 
@@ -102,7 +103,7 @@ def ranks_of_one_process(kernels, monkeypatch):
         parameters = {f"p{i}": torch.nn.Parameter(torch.randn(40, 50, generator=draw)) for i in range(3)}
         ranks.append(
             GradientExchange(
-                parameters, dict.fromkeys(parameters.values(), 0), config, Network(rank, 2, board),
+                parameters, dict.fromkeys(parameters.values(), 0), config, {ALL: Network(rank, 2, board)},
                 ReduceSettings(averages=True), lambda: 1.0,
             )
         )  # fmt: skip

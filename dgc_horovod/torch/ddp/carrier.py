@@ -14,23 +14,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.config_check import check_agreement
-from dgc_horovod.core import budget
 from dgc_horovod.core.nodes import Launched
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import RankMismatch, UnsupportedUse
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
+from dgc_horovod.state import checkpoint
 from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import Collectives, ReduceSettings
-from dgc_horovod.torch.gradients.node_exchange import agreed_transports
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier, Stock
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.checks import agreed_fields
 
 Parameter = torch.Tensor
 STOCK = "DDP"
@@ -118,24 +114,6 @@ def _different(step: int, densities: dict[tuple[int, int], float]) -> str:
     )
 
 
-def transports(
-    collectives: ProcessGroupCollectives, config: DGCConfig, averages: bool, parameters: Mapping[str, torch.Tensor]
-) -> Mapping[str, Collectives]:
-    """Return `agreed_transports` on process groups of torch.distributed."""
-    place = dist.get_rank(), dist.get_world_size(), *envvars.torchrun_place()
-    launched = Launched(*place, has_group=lambda ranks: True)
-
-    def make(topology: Topology) -> Mapping[str, Collectives]:
-        found = {}
-        for ranks in topology.groups:  # in one order on every rank, against a deadlock
-            if topology.rank in ranks:
-                name = INSIDE if ranks == topology.inside else BETWEEN
-                found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), collectives.tag)
-        return found
-
-    return agreed_transports(collectives, config, launched, averages, parameters, budget.HOST_SPEED, make)
-
-
 class GroupCarrier(Carrier):
     """The ranks of a process group of our own.
 
@@ -149,12 +127,39 @@ class GroupCarrier(Carrier):
     ) -> None:
         super().__init__(names, settings, passes_per_step)
         self.group = group
-        self.patient_group: Group | None = None  # for checkpoints
+        self._patient: Group | None = None  # connections with a longer timeout
         self._density: SameDensity | None = None  # for a warm-up by epochs
 
     @property
     def group_name(self) -> str:
         return f"process group {self.group.ranks}"
+
+    @property
+    def group_number(self) -> int:
+        """See `Carrier`; as Horovod numbers its process sets, if the group has not all ranks."""
+        ranks = self.group.ranks
+        return 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
+
+    def collectives(self, tag: str) -> Collectives:
+        return ProcessGroupCollectives(self.group, tag)
+
+    def patient(self) -> Collectives:
+        seconds = envvars.checkpoint_seconds()
+        if self._patient is None:
+            self._patient = new_group(self.group.ranks, seconds)
+        return ProcessGroupCollectives(self._patient, checkpoint.CALLS, seconds)
+
+    def launched(self) -> Launched:
+        place = dist.get_rank(), dist.get_world_size(), *envvars.torchrun_place()
+        return Launched(*place, has_group=lambda ranks: True)
+
+    def of_nodes(self, topology: Topology, tag: str) -> Mapping[str, Collectives]:
+        found = {}
+        for ranks in topology.groups:  # in one order on every rank, against a deadlock
+            if topology.rank in ranks:
+                name = INSIDE if ranks == topology.inside else BETWEEN
+                found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), tag)
+        return found
 
     def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
         devices: dict[torch.device, int] = {}
@@ -162,18 +167,11 @@ class GroupCarrier(Carrier):
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
         return {
-            **agreed_fields(session),
+            **super().agreed_fields(session),
             "average": str(self.settings.averages),
             "backward_passes_per_step": str(self.passes_per_step),
             "devices": "\n".join(f"{name} {session.boundaries[p]}" for name, p in session.parameters.items()),
         }
-
-    def agree(self, session: Session) -> None:
-        check_agreement(ProcessGroupCollectives(self.group, "start"), self.agreed_fields(session))
-
-    def transports(self, session: Session) -> Mapping[str, Collectives]:
-        collectives = ProcessGroupCollectives(self.group, session.tag)
-        return transports(collectives, session.config, self.settings.averages, session.parameters)
 
     def check_ranks(self, session: Session) -> None:
         """See `SameDensity`."""

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dgc_horovod import envvars
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
 from dgc_horovod.torch.ddp.carrier import GroupCarrier
 from dgc_horovod.torch.ddp.models import bare, bare_optimizer
-from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.session.session import session_of
 
 
@@ -39,7 +33,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    state.save(directory, bare(model), bare_optimizer(optimizer), extra, member_of(optimizer))
+    state.save(directory, bare(model), bare_optimizer(optimizer), extra, carrier_of(optimizer))
 
 
 def load_checkpoint(
@@ -62,7 +56,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
     """
-    return state.load(directory, bare(model), bare_optimizer(optimizer), residuals, member_of(optimizer))
+    return state.load(directory, bare(model), bare_optimizer(optimizer), residuals, carrier_of(optimizer))
 
 
 def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> None:
@@ -79,7 +73,7 @@ def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> N
 
     Cost: u and v of every rank are written, twice the model's size each with momentum.
     """
-    state.save(directory, None, bare_optimizer(optimizer), {}, member_of(optimizer))
+    state.save(directory, None, bare_optimizer(optimizer), {}, carrier_of(optimizer))
 
 
 def load_residuals(
@@ -95,26 +89,11 @@ def load_residuals(
     Raises:
         CheckpointError: see `load_checkpoint`.
     """
-    state.load(directory, None, bare_optimizer(optimizer), residuals, member_of(optimizer))
+    state.load(directory, None, bare_optimizer(optimizer), residuals, carrier_of(optimizer))
 
 
-@dataclass
-class UncompressedOptimizer:
-    """The data for checkpoints of an optimizer whose gradients DDP exchanges, in place of a session.
-
-    Args:
-        group: ranks that take part.
-        names: name of every parameter.
-        patient_group: connections of the same ranks with a longer timeout; None: not made yet.
-    """
-
-    group: Group
-    names: Mapping[torch.Tensor, str]
-    patient_group: Group | None = None
-
-
-def member_of(optimizer: Optimizer) -> state.Member:
-    """Return this rank's `Member` for a registered optimizer.
+def carrier_of(optimizer: Optimizer) -> GroupCarrier:
+    """Return the carrier of a registered optimizer, which may leave the exchange to DDP.
 
     Raises:
         UnsupportedUse: the optimizer was not registered.
@@ -122,13 +101,6 @@ def member_of(optimizer: Optimizer) -> state.Member:
     optimizer = bare_optimizer(optimizer)
     session = session_of(optimizer)
     found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
-    if not isinstance(found, (GroupCarrier, UncompressedOptimizer)):
+    if not isinstance(found, GroupCarrier):
         raise UnsupportedUse("pass the optimizer that was passed to register() or DistributedOptimizer()")
-    ranks, seconds = found.group.ranks, envvars.checkpoint_seconds()
-    if found.patient_group is None:
-        found.patient_group = new_group(ranks, seconds)
-    patient = ProcessGroupCollectives(found.patient_group, checkpoint.CALLS, seconds)
-    averages = isinstance(found, UncompressedOptimizer) or found.settings.averages
-    # 0 for all ranks, as Horovod numbers its process sets; else 1 + the first rank of the group
-    number = 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
-    return state.Member(patient, found.names, averages, number)
+    return found

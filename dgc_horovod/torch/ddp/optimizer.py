@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -13,14 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.config_check import check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.norms import limit_averages
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
-from dgc_horovod.torch.ddp.checkpoints import UncompressedOptimizer
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.models import (
     bare_optimizer,
@@ -33,15 +31,16 @@ from dgc_horovod.torch.ddp.models import (
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
-from dgc_horovod.torch.session.overrides import Kind, begin, kind_for, made_class
-from dgc_horovod.torch.session.session import session_of
+from dgc_horovod.torch.session.overrides import begin, kind_for, made_class
+from dgc_horovod.torch.session.session import Kind, session_of
 from dgc_horovod.torch.wrapping.checks import (
     NoChoice,
+    alike,
     check_optimizer,
     check_parameters,
     check_plain_models,
+    check_same_choice,
     checked_names,
-    choice_fields,
     without_a_choice,
 )
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
@@ -127,7 +126,7 @@ def register(
     config, bare = config_of(compression), unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
-        _check_choice(group, compression)
+        check_same_choice(_comparing(group), compression)
         found = data_parallel(model)
         if session_of(optimizer) is not None:
             raise UnsupportedUse(COMPRESSES)
@@ -147,12 +146,12 @@ def register(
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave the exchange of `optimizer` to DDP; add only the data for checkpoints."""
     leave_to_ddp(model, halves)
-    optimizer._dgc = UncompressedOptimizer(group, _names_of(named_parameters(model)))
+    optimizer._dgc = GroupCarrier(group, _names_of(named_parameters(model)), ReduceSettings(averages=True))
 
 
 def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(unwrapped(model), DistributedDataParallel)
-    with _alike(group), without_a_choice(may_stay):
+    with alike(_comparing(group)), without_a_choice(may_stay):
         found = data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")
@@ -203,7 +202,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     group = _group_of(process_group)
     if config is None:
         raise ConfigError(f"{compression!r} leaves the exchange to DDP, but there is no DDP: use DDP and register()")
-    with _alike(group):
+    with alike(_comparing(group)):
         check_whole("backward_passes_per_step", backward_passes_per_step, 1)
         if config.automatic:
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
@@ -227,12 +226,8 @@ def _group_of(theirs: Any) -> Group:
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
 
 
-def _check_choice(group: Group, compression: Any, refused: str = "nothing") -> None:
-    check_agreement(ProcessGroupCollectives(group, "choice"), choice_fields(compression, refused))
-
-
-def _alike(group: Group) -> AbstractContextManager[None]:
-    return refused_alike(lambda refused: _check_choice(group, "dgc", refused))
+def _comparing(group: Group) -> ProcessGroupCollectives:
+    return ProcessGroupCollectives(group, "choice")
 
 
 def _checked(

@@ -14,7 +14,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.core.second_moment import INTERVAL
-from dgc_horovod.exchange.contract import ALL, start
+from dgc_horovod.exchange.contract import ALL, INSIDE, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.torch.clipping.local import LocalClipping
@@ -51,10 +51,9 @@ class GradientExchange(OptimizerExchange):
         parameters: parameters by name, in the model's order; only those that require a gradient.
         boundaries: number of each parameter; tensors of different numbers never share a bucket.
         config: compression settings.
-        collectives: transport of this optimizer's group.
+        transports: transport of each group of workers: of `ALL`, and with nodes of `BETWEEN` and `INSIDE`.
         settings: reduction of the gradients.
         loss_scale: function that returns the present factor of the loss and of gradients, > 0.
-        transports, node_size: transport of each group of workers, and G >= 1; None and 1: without nodes.
 
     Attributes:
         names: name of each parameter.
@@ -66,14 +65,13 @@ class GradientExchange(OptimizerExchange):
         parameters: Mapping[str, Parameter],
         boundaries: Mapping[Parameter, int],
         config: DGCConfig,
-        collectives: Collectives,
+        transports: Mapping[str, Collectives],
         settings: ReduceSettings,
         loss_scale: Callable[[], float],
-        transports: Mapping[str, Collectives] | None = None,
-        node_size: int = 1,
     ) -> None:
-        self.collectives, self.settings = collectives, settings
-        self._transports, self._host = transports or {ALL: collectives}, torch.device("cpu") if config.offload else None
+        self.collectives = collectives = transports[ALL]
+        self.settings, self._transports = settings, transports
+        self._host = torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
         self._scale_now = StepScale(loss_scale)  # not a method: references to it must not keep this exchange alive
         self._taken = TakenMemory()  # of updates of this step
@@ -87,7 +85,7 @@ class GradientExchange(OptimizerExchange):
             collectives.workers,
             settings.averages,
             collectives.traffic,
-            node_size,
+            transports[INSIDE].workers if INSIDE in transports else 1,
         )
         self.runs = [
             BucketRun(engine, tuple(parameters[segment.name] for segment in engine.whole.segments))
@@ -255,15 +253,12 @@ class GradientExchange(OptimizerExchange):
             squares = squares_of(dense.values(), self._kernels_of)
             clip = self.clipping.of_all(self.squares(squares), self._scale_now())
         else:
-            self.clipping.measure({**self._bucketed(), **dense}, self._scale_now())
+            bucketed = {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self._run_of.items()}
+            self.clipping.measure({**bucketed, **dense}, self._scale_now())
             for run in self.runs:
                 self._add_gradients(run)
             dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         self._send_all(clip)
-
-    def _bucketed(self) -> dict[Parameter, torch.Tensor]:
-        """Return the gradient of every parameter that is in a bucket."""
-        return {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self._run_of.items()}
 
     def _send_all(self, clip: float) -> None:
         for run in self.runs:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.nodes import Launched, agree
-from dgc_horovod.exchange.contract import ALL, INSIDE
-from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.torch.gradients.collectives import BucketRun, Collectives, Pending, ReduceSettings
+from dgc_horovod.exchange.contract import INSIDE
+from dgc_horovod.torch.gradients.collectives import BucketRun, Collectives, Pending
 from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
 from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.wire.bucket import PADDING
@@ -24,44 +20,28 @@ CLIPS_NODES = (
 )
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """The average of one bucket's gradients inside the node, under way.
-
-    Args:
-        pending: collective under way.
-        flat: this worker's gradients, one after another, padded with zeros to G equal slices.
-        whole: whether every worker gets the whole average, not only its slice.
-    """
-
-    pending: Pending
-    flat: torch.Tensor
-    whole: bool
-
-
 class NodeAverage:
     """The dense half of a hierarchical exchange.
 
     Args:
         inside: transport between the workers of the node.
+        whole: whether every worker gets the whole average, for twice the bytes, and not only its slice.
 
     Memory: 4 bytes for each element of a bucket, kept from step to step.
     """
 
-    def __init__(self, inside: Collectives) -> None:
-        self._inside = inside
+    def __init__(self, inside: Collectives, whole: bool) -> None:
+        self._inside, self.whole = inside, whole
+        # gradients of this worker by bucket, one after another, padded with zeros to G equal slices
         self._memory: dict[str, torch.Tensor] = {}
 
-    def start(
-        self, name: str, gradients: Iterable[torch.Tensor], numel: int, whole: bool = False, scale: float = 1.0
-    ) -> Averaging:
+    def start(self, name: str, gradients: Iterable[torch.Tensor], numel: int, scale: float = 1.0) -> Pending:
         """Start to average ``scale * gradient``.
 
         Args:
             name: name of the bucket.
             gradients: gradients, dense, of any dtype and layout; copied.
             numel: number of elements of all gradients together.
-            whole: whether every worker gets the whole average, for twice the bytes.
             scale: factor of this worker's gradients.
         """
         workers, traffic = self._inside.workers, self._inside.traffic
@@ -75,10 +55,10 @@ class NodeAverage:
         if scale != 1:
             flat *= scale
         received = flat.nbytes // workers * (workers - 1)
-        traffic.count_inside(2 * received if whole else received)
-        if whole:
-            return Averaging(self._inside.allreduce(flat, f"{name}.node", averages=True), flat, whole)
-        return Averaging(self._inside.alltoall(flat, f"{name}.slices"), flat, whole)
+        traffic.count_inside(2 * received if self.whole else received)
+        if self.whole:
+            return self._inside.allreduce(flat, f"{name}.node", averages=True)
+        return self._inside.alltoall(flat, f"{name}.slices")
 
     def _flat(self, name: str, numel: int, device: torch.device) -> torch.Tensor:
         flat = self._memory.get(name)
@@ -87,16 +67,16 @@ class NodeAverage:
         flat[-self._inside.workers :] = 0  # the padding is shorter
         return flat
 
-    def done(self, averaging: Averaging) -> bool:
+    def done(self, averaging: Pending) -> bool:
         """Return whether `take` would return at once."""
-        return self._inside.done(averaging.pending)
+        return self._inside.done(averaging)
 
-    def take(self, averaging: Averaging) -> torch.Tensor:
-        """Wait; return the average of this worker's slice, or of all elements if `whole`, padding included."""
-        received = self._inside.wait(averaging.pending)
-        if averaging.whole:
+    def take(self, name: str, averaging: Pending) -> torch.Tensor:
+        """Wait for bucket `name`; return the average of this worker's slice, or if `whole` of all, with padding."""
+        received = self._inside.wait(averaging)
+        if self.whole:
             return received
-        by_worker, flat = received.view(self._inside.workers, -1), averaging.flat
+        by_worker, flat = received.view(self._inside.workers, -1), self._memory[name]
         if received.data_ptr() == flat.data_ptr():  # copied to the host and back
             return by_worker.mean(0)
         return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # the sent gradients are not needed any more
@@ -110,70 +90,55 @@ class NodeGradientExchange(GradientExchange):
     the backward pass. A script's own clipping is an error: workers of a node might clip differently.
 
     Args:
-        parameters, boundaries, config, settings, loss_scale: see `GradientExchange`.
-        transports: transports of `ALL` workers, `BETWEEN` nodes and `INSIDE` this one.
+        arguments: see `GradientExchange`; there is a transport of every group.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        boundaries: Mapping[Parameter, int],
-        config: DGCConfig,
-        transports: Mapping[str, Collectives],
-        settings: ReduceSettings,
-        loss_scale: Callable[[], float],
-    ) -> None:
-        inside = transports[INSIDE]
-        super().__init__(
-            parameters, boundaries, config, transports[ALL], settings, loss_scale, transports, inside.workers
-        )
-        self._node = NodeAverage(inside)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._node = NodeAverage(self._transports[INSIDE], whole=self.config.clip_norm is not None)
         self._engine_scale = lambda: 1.0  # gradients are unscaled before the average: a rank in join has no loss scale
-        if config.clip_norm is None:
+        if not self._node.whole:
             self.clipping.refuse(CLIPS_NODES)
-        self._averaged: deque[tuple[BucketRun, Averaging]] = deque()  # averages under way or done, not taken yet
-        self._dense_averaging: Averaging | None = None
+        self._averaged: deque[tuple[BucketRun, Pending]] = deque()  # averages under way or done, not taken yet
+        self._dense_averaging: Pending | None = None
 
     def _send(self, run: BucketRun, clip: float = 1.0) -> None:
         """Start the average of a complete bucket; send a bucket whose gradients are added to the engine."""
         if run.complete:
-            self._average(run, whole=False)
+            self._average(run)
             self._launch_averaged()
         else:
             super()._send(run, clip)
 
     def _take_all(self) -> None:
         for run in self.runs:
-            self._average(run, whole=True)
+            self._average(run)
         dense = [self._dense_path.gradients[p] for p in self._dense_path.names]  # in one order on all workers
         if dense:
             numel = sum(gradient.numel() for gradient in dense)
-            self._dense_averaging = self._node.start("dense", dense, numel, whole=True)
+            self._dense_averaging = self._node.start("dense", dense, numel)
         self._launch_averaged()
 
-    def _average(self, run: BucketRun, whole: bool) -> None:
+    def _average(self, run: BucketRun) -> None:
         """Start the average of a bucket inside the node; `_launch_averaged` continues with it."""
         bucket, run.arrived = run.engine.whole, 0
         wait_for_streams(run.streams)
         gradients = (self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters))
-        averaging = self._node.start(bucket.name, gradients, bucket.numel, whole, 1 / self._scale_now())
+        averaging = self._node.start(bucket.name, gradients, bucket.numel, 1 / self._scale_now())
         self._averaged.append((run, averaging))
 
     def _launch_averaged(self, wait: bool = False) -> None:
         """Send buckets whose average inside the node is done; wait for all if `wait`."""
-        while self._averaged:
-            run, averaging = self._averaged[0]
-            if averaging.whole:
-                under_way = [each for _, each in self._averaged]
-                if self._dense_averaging is not None:
-                    under_way.append(self._dense_averaging)
-                if wait or all(self._node.done(each) for each in under_way):
-                    self._clip_and_launch()
-                return
-            if not (wait or self._node.done(averaging)):
-                return
-            self._averaged.popleft()
-            self._add_slice(run, self._node.take(averaging))
+        if self._averaged and self._node.whole:
+            under_way = [each for _, each in self._averaged]
+            if self._dense_averaging is not None:
+                under_way.append(self._dense_averaging)
+            if wait or all(self._node.done(each) for each in under_way):
+                self._clip_and_launch()
+            return
+        while self._averaged and (wait or self._node.done(self._averaged[0][1])):
+            run, averaging = self._averaged.popleft()
+            self._add_slice(run, self._node.take(run.engine.whole.name, averaging))
             self._send(run)
             self.hand_on()
 
@@ -181,13 +146,13 @@ class NodeGradientExchange(GradientExchange):
         """Clip the node's complete gradient, the same on all of its workers, and send it."""
         dense, gradients, averages = self._dense_path.gradients, {}, []
         if self._dense_averaging is not None:
-            start, flat = 0, self._node.take(self._dense_averaging)
+            start, flat = 0, self._node.take("dense", self._dense_averaging)
             for p in self._dense_path.names:
                 dense[p] = flat[start : start + p.numel()].view(p.shape).to(dense[p])
                 start += p.numel()
             self._dense_averaging = None
         for run, averaging in self._averaged:
-            averages.append(self._node.take(averaging))
+            averages.append(self._node.take(run.engine.whole.name, averaging))
             for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
                 gradients[p] = averages[-1][segment.place]
         clip, scale = 1.0, 1 / self._scale_now()
@@ -237,42 +202,3 @@ class NodeGradientExchange(GradientExchange):
         self._averaged.clear()
         self._dense_averaging = None
         super()._forget_step()
-
-
-def agreed_transports(
-    collectives: Collectives,
-    config: DGCConfig,
-    launched: Launched,
-    averages: bool,
-    parameters: Mapping[str, torch.Tensor],
-    speed: float,
-    make: Callable[[Topology], Mapping[str, Collectives]],
-) -> Mapping[str, Collectives]:
-    """Return the transport of each group if all ranks can use a hierarchical exchange, else the transport of all.
-
-    Args:
-        collectives: transport of all workers.
-        config, launched, averages, speed: see `agree`.
-        parameters: parameters by name, in the model's order.
-        make: function that returns the transports of `BETWEEN` and `INSIDE` on a topology, called on every rank.
-    """
-    specs = [TensorSpec(name, tuple(p.shape)) for name, p in parameters.items()]
-    topology = agree(collectives, config, launched, averages, specs, speed)
-    found = {ALL: collectives, **(make(topology) if topology.node_size > 1 else {})}
-    for each in found.values():
-        each.traffic = collectives.traffic
-    return found
-
-
-def exchange_of(
-    parameters: Mapping[str, Parameter],
-    boundaries: Mapping[Parameter, int],
-    config: DGCConfig,
-    transports: Mapping[str, Collectives],
-    settings: ReduceSettings,
-    loss_scale: Callable[[], float],
-) -> GradientExchange:
-    """Return the exchange over these transports: `NodeGradientExchange` if there is one inside a node."""
-    if INSIDE in transports:
-        return NodeGradientExchange(parameters, boundaries, config, transports, settings, loss_scale)
-    return GradientExchange(parameters, boundaries, config, transports[ALL], settings, loss_scale)

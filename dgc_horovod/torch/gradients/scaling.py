@@ -12,12 +12,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-_SEEN = (
-    "scale",
-    "unscale_",
-    "step",
-    "update",
-)  # methods of GradScaler that are wrapped, and put back by `stop_watching`
+_SEEN = ("scale", "unscale_", "step", "update")  # methods of GradScaler that are wrapped; `stop_watching` restores them
 
 
 class _Uses:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from dgc_horovod.config_check import shared_from
-from dgc_horovod.torch.ddp.checkpoints import load_residuals, member_of, save_residuals
+from dgc_horovod.torch.ddp.checkpoints import carrier_of, load_residuals, save_residuals
 from dgc_horovod.torch.ddp.models import bare_optimizer
 from dgc_horovod.torch.ddp.optimizer import register
 from dgc_horovod.torch.session.session import session_of
@@ -66,7 +66,7 @@ def resume(checkpoint: str | Path, optimizer: Optimizer, name: str = RESIDUALS) 
         name: name of the folder for residuals.
     """
     folder = Path(checkpoint) / name
-    if shared_from(member_of(optimizer).collectives, b"there" * folder.is_dir(), "residuals"):
+    if shared_from(carrier_of(optimizer).patient(), b"there" * folder.is_dir(), "residuals"):
         load_residuals(folder, optimizer)
     elif dist.get_rank() == 0:
         _log.warning(

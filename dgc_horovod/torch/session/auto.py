@@ -48,11 +48,6 @@ class AutoTuned(EveryStep):
         """See `Strategy`."""
         self.choice = Choice(self.session.exchange, self.own.name, self.own.on_gloo)
 
-    @property
-    def undecided(self) -> bool:
-        """Whether the choice is still to be made."""
-        return not self.choice.trial.ended
-
     # -- a step of the framework's own exchange
 
     def hand_over(self, p: Parameter) -> Result:
@@ -162,9 +157,9 @@ class AutoTuned(EveryStep):
         session = self.session
         if mode != COMPRESSED and not self.stock:
             grads = {p: p.grad for p in session.exchange.names}  # a script may read them after the step
-            held = session.passes.set_aside()  # backward passes of the next step
+            restore = session.passes.set_aside()  # backward passes of the next step
             kept.flush(session)
-            session.passes.put_back(held)
+            restore()
             for p, grad in grads.items():
                 p.grad = grad
         begins = mode == COMPRESSED and self.stock
@@ -214,7 +209,7 @@ class AutoTuned(EveryStep):
 
     def sees_clip(self, clip: Clip, known: bool) -> None:
         """See `Strategy`."""
-        if self.undecided:
+        if not self.choice.trial.ended:
             self.choice.script_clips = True
         if self.stock and known:
             self.session.exchange.clipping.note_uncompressed(clip)

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dgc_horovod.config import FIELD_NAMES
+from dgc_horovod.config_check import check_agreement
+from dgc_horovod.core import budget
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.nodes import Launched, agree
+from dgc_horovod.exchange.contract import ALL
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.torch.gradients.collectives import Collectives, ReduceSettings
 
 if TYPE_CHECKING:
@@ -58,18 +65,68 @@ class Carrier:
     def __init__(self, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1) -> None:
         self.names, self.settings, self.passes_per_step = names, settings, passes_per_step
 
+    # -- the ranks
+
     @property
     def group_name(self) -> str:
         """Name of the group of ranks, equal on each of them."""
         raise NotImplementedError
+
+    @property
+    def group_number(self) -> int:
+        """Number of the group of ranks in checkpoints; 0: all of the job."""
+        raise NotImplementedError
+
+    def collectives(self, tag: str) -> Collectives:
+        """Return a transport of these ranks, with a `tag` of its own."""
+        raise NotImplementedError
+
+    def patient(self) -> Collectives:
+        """Return a transport for checkpoints, with a timeout for slow disks; every rank must call it."""
+        raise NotImplementedError
+
+    def launched(self) -> Launched:
+        """Return the place of this rank in the job."""
+        raise NotImplementedError
+
+    def speed(self, session: Session) -> float:
+        """Return the speed of an exchange inside a node, see `budget.loss_by_nodes`."""
+        return budget.HOST_SPEED
+
+    def of_nodes(self, topology: Topology, tag: str) -> Mapping[str, Collectives]:
+        """Return the transports of `BETWEEN` and `INSIDE` on a topology that every rank uses."""
+        raise NotImplementedError
+
+    def transports(self, session: Session) -> Mapping[str, Collectives]:
+        """Return the transport of each group of ranks if all can use a hierarchical exchange, else that of all."""
+        collectives = self.collectives(session.tag)
+        specs = [TensorSpec(name, tuple(p.shape)) for name, p in session.parameters.items()]
+        averages, speed = self.settings.averages, self.speed(session)
+        topology = agree(collectives, session.config, self.launched(), averages, specs, speed)
+        found = {ALL: collectives, **(self.of_nodes(topology, session.tag) if topology.node_size > 1 else {})}
+        for each in found.values():
+            each.traffic = collectives.traffic
+        return found
+
+    # -- agreement
 
     def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
         """Return a number for each parameter; tensors of different numbers never share a bucket."""
         raise NotImplementedError
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
-        """Return the fields that must be equal on all ranks."""
-        raise NotImplementedError
+        """Return the fields that must be equal on all ranks: one text each, lists with one entry a line."""
+        parameters, scaler = session.parameters, session.scaler
+        return {
+            "optimizer": type(session.optimizer).__name__,
+            "grad_scaler": str(scaler is not None and scaler.is_enabled()),
+            **{f"config.{name}": repr(getattr(session.config, name)) for name in FIELD_NAMES},
+            "tensor count": str(len(parameters)),
+            "names": "\n".join(parameters),
+            "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
+            "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
+            "unfinished local rounds of earlier optimizers (call exchange())": str(len(session.still_apart())),
+        }
 
     def agree(self, session: Session) -> None:
         """Compare `agreed_fields` with the other ranks.
@@ -77,19 +134,7 @@ class Carrier:
         Raises:
             RankMismatch: on every rank, if they differ.
         """
-        raise NotImplementedError
-
-    def transports(self, session: Session) -> Mapping[str, Collectives]:
-        """Return the transport of each group of ranks, for `exchange_of`."""
-        raise NotImplementedError
-
-    def deliver(self, session: Session) -> None:
-        """Deliver every gradient to `session` from now on, as long as it is alive; here by hooks of parameters."""
-        if session.strategy.takes_gradients:
-            session.hook_gradients()
-
-    def started(self, session: Session) -> None:
-        """Give warnings to the user after the session has started."""
+        check_agreement(self.collectives("start"), self.agreed_fields(session))
 
     def agree_anew(self) -> None:
         """Compare fields again before the next exchange, after a change of ranks."""
@@ -102,6 +147,16 @@ class Carrier:
 
     def meet(self, session: Session, name: str) -> None:
         """Wait for all ranks, for carriers whose collectives match by order."""
+
+    # -- gradients and updates
+
+    def deliver(self, session: Session) -> None:
+        """Deliver every gradient to `session` from now on, as long as it is alive; here by hooks of parameters."""
+        if session.strategy.takes_gradients:
+            session.hook_gradients()
+
+    def started(self, session: Session) -> None:
+        """Give warnings to the user after the session has started."""
 
     def put(self, p: Parameter, update: torch.Tensor, taken: set[int]) -> None:
         """Write an update to the memory of ``p.grad``, or to new memory if that is `taken`: autograd may share it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,9 +16,9 @@ from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.local import LocalSteps
-from dgc_horovod.torch.session.session import Closure, Scaler, Session
-from dgc_horovod.torch.session.strategies import EveryStep, Strategy
-from dgc_horovod.torch.updates import Update, update_of
+from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session
+from dgc_horovod.torch.session.strategies import EveryStep
+from dgc_horovod.torch.updates import update_of
 
 
 class Overrides:
@@ -200,22 +200,6 @@ def made_class(user_class: type, overrides: type, below: Mapping[str, Any], modu
     return type(user_class.__name__, (user_class,), {**below, **ours, "__module__": module})
 
 
-class Kind(NamedTuple):
-    """The parts of a session.
-
-    Args:
-        config: compression settings, adapted to the strategy.
-        strategy: class of the strategy.
-        update: the split of the optimizer's arithmetic.
-        overrides: class of the methods that the user's optimizer gets.
-    """
-
-    config: DGCConfig
-    strategy: type[Strategy]
-    update: Update
-    overrides: type
-
-
 def kind_for(optimizer: torch.optim.Optimizer, config: DGCConfig, averages: bool) -> Kind:
     """Choose the parts of a session by `config`.
 
@@ -224,11 +208,12 @@ def kind_for(optimizer: torch.optim.Optimizer, config: DGCConfig, averages: bool
             an option of the optimizer.
     """
     config.check_reduction(averages)
+    update = update_of(optimizer, config)
     if config.exchanges_weights:
-        return Kind(config, LocalSteps, update_of(optimizer, config), LocalOverrides)
+        return Kind(config, LocalSteps, update, LocalOverrides)
     if config.automatic:
-        return Kind(fitted(config), AutoTuned, update_of(optimizer, config), Overrides)
-    return Kind(config, EveryStep, update_of(optimizer, config), Overrides)
+        return Kind(fitted(config), AutoTuned, update, Overrides)
+    return Kind(config, EveryStep, update, Overrides)
 
 
 def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
@@ -243,5 +228,5 @@ def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
     """
     clip_calls.watch()
     epochs.watch()
-    optimizer._dgc = Session(optimizer, carrier, kind.config, kind.update, scaler, kind.strategy)
+    optimizer._dgc = Session(optimizer, carrier, kind, scaler)
     optimizer._dgc.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -119,14 +118,6 @@ def _is_same(grad: torch.Tensor, copy: torch.Tensor, loss_scale: float) -> bool:
     return torch.equal(grad, copy) or (loss_scale != 1 and torch.allclose(grad, copy / loss_scale, 1e-3, 0.0))
 
 
-@dataclass(frozen=True)
-class Held:
-    """Backward passes of a step that is not complete, set aside."""
-
-    results: dict[Parameter, Result | None]
-    left: dict[Parameter, int]
-
-
 class Passes:
     """The backward passes of one optimizer's step.
 
@@ -193,16 +184,16 @@ class Passes:
         self.synchronized = self.skips = False
         self.close()
 
-    def set_aside(self) -> Held:
-        """Remove and return the passes of a step that is not complete; for `put_back`."""
-        held = Held(dict(self.results), dict(self._left))
+    def set_aside(self) -> Callable[[], None]:
+        """Remove the passes of a step that is not complete; return a function that restores them."""
+        results, left = dict(self.results), dict(self._left)
         self.close()
-        return held
 
-    def put_back(self, held: Held) -> None:
-        """Restore the passes that were set aside."""
-        self.results.update(held.results)
-        self._left.update(held.left)
+        def restore() -> None:
+            self.results.update(results)
+            self._left.update(left)
+
+        return restore
 
     @contextmanager
     def skipping(self) -> Iterator[None]:

@@ -7,25 +7,25 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import unique_tag
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.notices import describe
 from dgc_horovod.session import base
-from dgc_horovod.state.parts import StatePart, StateRegister
-from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.state.parts import StateRegister
 from dgc_horovod.torch.gradients.collectives import not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.gradients.node_exchange import exchange_of
+from dgc_horovod.torch.gradients.node_exchange import NodeGradientExchange
 from dgc_horovod.torch.gradients.replica_check import Replicas
 from dgc_horovod.torch.gradients.scaling import SeenScaler, scale_of
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import GradientWatch, ParameterGroups, Passes
-from dgc_horovod.torch.updates import Update
+from dgc_horovod.torch.updates import OwnState, Update
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LOADED_TWICE, RESIDUALS_NOT_SAVED, SCALER_NOT_PASSED, SUPERSEDED
 
@@ -39,16 +39,30 @@ Closure = Callable[[], Any]
 _HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
+class Kind(NamedTuple):
+    """The parts of a session.
+
+    Args:
+        config: compression settings, adapted to the strategy.
+        strategy: class of the strategy.
+        update: the split of the optimizer's arithmetic.
+        overrides: class of the methods that the user's optimizer gets.
+    """
+
+    config: DGCConfig
+    strategy: type[Strategy]
+    update: Update
+    overrides: type
+
+
 class Session(base.Session[torch.optim.Optimizer]):
     """One optimizer whose gradients, or changes of weights, are exchanged.
 
     Args:
         optimizer: the user's optimizer, which already has the derived class; it owns the session.
         carrier: the ranks, and the delivery of gradients.
-        config: compression settings.
-        update: the split of the optimizer's arithmetic.
+        kind: config, strategy and arithmetic.
         scaler: GradScaler of the script, or a SeenScaler; None: no loss scale.
-        strategy: class of the strategy.
 
     Attributes:
         exchange: exchange of the gradients; replaced when the ranks change.
@@ -65,17 +79,9 @@ class Session(base.Session[torch.optim.Optimizer]):
     strategy: Strategy
     kept: StateRegister
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        carrier: Carrier,
-        config: DGCConfig,
-        update: Update,
-        scaler: Scaler,
-        strategy: type[Strategy],
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
         super().__init__(optimizer)
-        self.carrier, self.config, self.update, self.scaler = carrier, config, update, scaler
+        self.carrier, self.config, self.update, self.scaler = carrier, kind.config, kind.update, scaler
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.parameters = {carrier.names[p]: p for p in trained}
         self.passes = Passes(self.parameters.values(), carrier.passes_per_step)
@@ -86,7 +92,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.stepping, self.loaded, self.saves_residuals = False, False, False
         self._asked_at = -1  # step of the exchange whose backward pass will hand on messages at its end
         self.returned: Any = None  # result of the last call of the user's own step
-        self.strategy = strategy(self)
+        self.strategy = kind.strategy(self)
         self.boundaries = carrier.boundaries(self.parameters)
         carrier.agree(self)
         self.tag = unique_tag("\n".join([carrier.group_name, *self.parameters]))
@@ -110,12 +116,14 @@ class Session(base.Session[torch.optim.Optimizer]):
         """Make all parts that depend on the ranks; called again when the ranks change."""
         transports, scale = self.carrier.transports(self), scale_of(self.scaler)
         settings = self.carrier.settings
-        self.exchange = exchange_of(self.parameters, self.boundaries, self.config, transports, settings, scale)
+        kind = NodeGradientExchange if INSIDE in transports else GradientExchange
+        self.exchange = kind(self.parameters, self.boundaries, self.config, transports, settings, scale)
         if self.strategy.takes_gradients:  # else changes of weights are exchanged
             self.exchange.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
         self.kept = StateRegister(self.exchange, self.update.arithmetic.holds)
-        for part in (OwnState(self), self.exchange.clipping, self.strategy):
+        own = OwnState(self.update.arithmetic.own, self.optimizer, self.exchange.names)
+        for part in (own, self.exchange.clipping, self.strategy):
             self.kept.register(part)
         self.strategy.built()
 
@@ -248,7 +256,10 @@ class Session(base.Session[torch.optim.Optimizer]):
         if closure is None and steps.is_trial(self):  # torch fills an empty state, on this rank only
             self.with_hooks(self.own_step)
             return self.returned
-        loss = evaluated(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         is_made = self.strategy.step()
         self.loaded = False
         return loss if closure is not None or not is_made else self.returned
@@ -313,44 +324,10 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.strategy.forget()
 
 
-class OwnState(StatePart):
-    """The part of the user's optimizer's state that differs between ranks.
-
-    Args:
-        session: session of the optimizer, which owns this part.
-    """
-
-    in_optimizer = True
-
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)
-
-    def put(self, state: ResidualState) -> None:
-        """See `StatePart`."""
-        self._session.update.add_own(self._session.optimizer, self._session.exchange, state)
-
-    def without(self, state: ResidualState) -> ResidualState:
-        """See `StatePart`."""
-        return self._session.update.split_own(self._session.exchange, state)[0]
-
-    def resume(self, state: ResidualState) -> None:
-        """See `StatePart`."""
-        update, exchange = self._session.update, self._session.exchange
-        update.take_own(self._session.optimizer, update.split_own(exchange, state)[1])
-
-
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of this backward pass."""
     eager = torch.compiler.disable(callback)
     torch.autograd.Variable._execution_engine.queue_callback(eager)  # type: ignore[attr-defined]
-
-
-def evaluated(closure: Closure | None) -> Any:
-    """Call a closure with gradients enabled; return its result, None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def all_alive() -> list[Session]:

@@ -19,16 +19,6 @@ from dgc_horovod.torch.optimizer_state import add_residual, drop_momentum
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.steps import (
-    CHANGED_UPDATE,
-    DROPPED,
-    LATE_CHANGE,
-    SCALER_LEFT_OUT,
-    STEPPED_TWICE,
-    SYNCHRONIZED_TWICE,
-    TAKEN_AWAY,
-    UNSCALED_TOO_EARLY,
-)
 
 Parameter = torch.Tensor
 
@@ -155,9 +145,9 @@ class EveryStep(Strategy):
         if not passes.results and self._nothing_new():
             return
         if already_unscaled(session.scaler, session.optimizer):
-            raise UnsupportedUse(UNSCALED_TOO_EARLY)
+            raise UnsupportedUse(steps.UNSCALED_TOO_EARLY)
         if session.watch.changed_since_taken():
-            session.tell_once("late change", LATE_CHANGE)
+            session.tell_once("late change", steps.LATE_CHANGE)
         brought, exchange = bool(passes.results), session.exchange
         session.take_updates()
         withheld = session.carrier.withhold(session.parameters.values())
@@ -199,10 +189,10 @@ class EveryStep(Strategy):
         session, passes, exchange = self.session, self.session.passes, self.session.exchange
         session.carrier.before_step(session)
         if not (passes.results or passes.synchronized) and session.watch.unchanged_since_applied():
-            raise UnsupportedUse(STEPPED_TWICE)
+            raise UnsupportedUse(steps.STEPPED_TWICE)
         if not (passes.skips or session.carrier.exchanges_in_backward):
             if passes.synchronized:
-                warnings.warn(SYNCHRONIZED_TWICE, stacklevel=4)
+                warnings.warn(steps.SYNCHRONIZED_TWICE, stacklevel=4)
             else:
                 self._check_scaler_is_used()
             self.synchronize()
@@ -228,7 +218,7 @@ class EveryStep(Strategy):
         if already_unscaled(scaler, session.optimizer) or session.exchange.in_join:
             return
         if scaler.get_scale() != 1:  # the last check, as it waits for the device
-            raise UnsupportedUse(SCALER_LEFT_OUT)
+            raise UnsupportedUse(steps.SCALER_LEFT_OUT)
 
     def _apply(self) -> None:
         """Apply the updates, after the script's step hooks, which may clip too."""
@@ -244,7 +234,7 @@ class EveryStep(Strategy):
         """Warn a script that changes updates after synchronize() by its own code."""
         session = self.session
         if session.watch.changed_since_synchronized(scale_of(session.scaler)()):
-            session.tell_once("changed update", CHANGED_UPDATE)
+            session.tell_once("changed update", steps.CHANGED_UPDATE)
 
     def _drop_what_was_taken_away(self) -> None:
         """Drop residual and momentum of parameters whose update the script has set to None, against a later burst."""
@@ -253,7 +243,7 @@ class EveryStep(Strategy):
             if p.grad is None and p.requires_grad and p not in self._left_alone:
                 exchange.fade(name, 0.0)
                 drop_momentum(exchange, p)
-                self.session.tell_once("taken away", TAKEN_AWAY.format(name=name))
+                self.session.tell_once("taken away", steps.TAKEN_AWAY.format(name=name))
 
     def clear_gradients(self) -> None:
         """Raise UnsupportedUse while gradients are exchanged."""
@@ -263,7 +253,7 @@ class EveryStep(Strategy):
         if passes.synchronized and session.may_apply and not (self.stock or session.offered):
             steps.check_not_stepped_otherwise(session)
             if any(p.grad is not None and bool(p.grad.any()) for p in session.exchange.names):  # else nothing is lost
-                session.tell_once("dropped", DROPPED)
+                session.tell_once("dropped", steps.DROPPED)
         passes.synchronized = False
 
     def check_between_steps(self) -> None:

@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dgc_horovod import __version__
-from dgc_horovod.config import FIELD_NAMES
+from dgc_horovod.config_check import Gatherer, check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.torch.session.session import Session, session_of
+from dgc_horovod.torch.session.session import session_of
 
 
 def checked_names(
@@ -67,25 +67,22 @@ def _shape(p: torch.Tensor) -> tuple[int, ...] | str:
     return "not known yet" if is_lazy(p) else tuple(p.shape)
 
 
-def choice_fields(compression: object, refused: str) -> dict[str, str]:
-    """Return the fields that ranks compare first: the choice of compression, and the reason of a refusal."""
-    name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
-    return {"version": __version__, "compression": name, "refused": refused}
+def check_same_choice(ranks: Gatherer | None, compression: object, refused: str = "nothing") -> None:
+    """Raise RankMismatch on every rank if only some compress, or some refuse: their collectives would never match.
+
+    Args:
+        ranks: transport of the ranks; None: they do not compare.
+        compression: choice of this rank.
+        refused: text of its refusal.
+    """
+    if ranks is not None:
+        name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
+        check_agreement(ranks, {"version": __version__, "compression": name, "refused": refused})
 
 
-def agreed_fields(session: Session) -> dict[str, str]:
-    """Return the fields that are equal on all ranks, for any carrier: one text each, lists with one entry a line."""
-    parameters, scaler = session.parameters, session.scaler
-    return {
-        "optimizer": type(session.optimizer).__name__,
-        "grad_scaler": str(scaler is not None and scaler.is_enabled()),
-        **{f"config.{name}": repr(getattr(session.config, name)) for name in FIELD_NAMES},
-        "tensor count": str(len(parameters)),
-        "names": "\n".join(parameters),
-        "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
-        "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
-        "unfinished local rounds of earlier optimizers (call exchange())": str(len(session.still_apart())),
-    }
+def alike(ranks: Gatherer | None) -> AbstractContextManager[None]:
+    """`refused_alike`, between ranks that compress."""
+    return refused_alike(lambda refused: check_same_choice(ranks, "dgc", refused))
 
 
 # modules of optimizers that shard their state, or exchange weights or gradients themselves
