@@ -22,7 +22,7 @@ from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
+from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, Pending, ReduceSettings
 from dgc_horovod.torch.session.carrier import Carrier, Stock
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
@@ -30,7 +30,6 @@ from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_
 
 STOCK = "stock Horovod"
 _log = logging.getLogger("dgc_horovod")
-Parameter = torch.Tensor
 
 
 def check_arguments(op: int, predivide: float, passes: int) -> None:
@@ -71,17 +70,10 @@ class HorovodCarrier(Carrier):
         settings = ReduceSettings(
             optimizer.op == hvd.Average, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense
         )
-        super().__init__(optimizer._parameter_names, settings, optimizer.backward_passes_per_step)
+        number, passes = optimizer.process_set.process_set_id, optimizer.backward_passes_per_step
+        super().__init__(optimizer._parameter_names, settings, f"process set {number}", number, passes)
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
         self.stock = StockHorovod(optimizer)
-
-    @property
-    def group_name(self) -> str:
-        return f"process set {self.group_number}"
-
-    @property
-    def group_number(self) -> int:
-        return int(self.process_set.process_set_id)
 
     def collectives(self, tag: str) -> Collectives:
         return HorovodCollectives(self.process_set, tag)

@@ -29,16 +29,7 @@ from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier, check_argum
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
-from dgc_horovod.torch.wrapping.checks import (
-    NoChoice,
-    alike,
-    check_optimizer,
-    check_parameters,
-    check_plain_models,
-    check_same_choice,
-    checked_names,
-    without_a_choice,
-)
+from dgc_horovod.torch.wrapping import checks
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -85,37 +76,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = config_of(compression)
     given = list(named_parameters) if named_parameters is not None else None  # it may be a generator
 
+    settings: dict[str, Any] = {
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+    }
+
     def stock(theirs: object) -> Any:
-        return inspect.unwrap(hvd.DistributedOptimizer)(  # under dgcrun hvd.DistributedOptimizer is ours
-            optimizer,
-            given,
-            theirs,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            num_groups,
-            groups,
-            sparse_as_dense,
-            process_set,
-        )
+        wrap = inspect.unwrap(hvd.DistributedOptimizer)  # under dgcrun hvd.DistributedOptimizer is ours
+        return wrap(optimizer, given, theirs, num_groups=num_groups, groups=groups, **settings)
 
     if config is None:
-        check_same_choice(_comparing(process_set), compression)
+        checks.check_same_choice(_comparing(process_set), compression)
         return stock(compression)
     try:
-        return _compressing(
-            optimizer,
-            given,
-            config,
-            grad_scaler,
-            backward_passes_per_step=backward_passes_per_step,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            groups=groups if groups is not None else (num_groups or None),
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-        )
-    except NoChoice as refused:
+        borders = groups if groups is not None else (num_groups or None)
+        return _compressing(optimizer, given, config, grad_scaler, groups=borders, **settings)
+    except checks.NoChoice as refused:
         if hvd.rank() == 0:
             tell_stock(str(refused), STOCK)
         uncompressed = stock(HorovodCompression.none)
@@ -132,12 +111,12 @@ def _compressing(
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
-    with alike(_comparing(process_set)), without_a_choice(config.automatic):
-        named = checked_names(optimizer, given)
+    with checks.alike(_comparing(process_set)), checks.without_a_choice(config.automatic):
+        named = checks.checked_names(optimizer, given)
         check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
-        check_optimizer(optimizer, settings["sparse_as_dense"])
-        check_parameters(optimizer, named)
-        check_plain_models(optimizer, named)
+        checks.check_optimizer(optimizer, settings["sparse_as_dense"])
+        checks.check_parameters(optimizer, named)
+        checks.check_plain_models(optimizer, named)
         if config.automatic:
             check_automatic(named)
         kind = kind_for(optimizer, config, op == hvd.Average)

@@ -11,10 +11,10 @@ import torch
 
 from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, SECOND
+from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 Group = dict[str, Any]
-Parameter = torch.Tensor
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]  # of a parameter
 Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key in its state, the tensor made for it

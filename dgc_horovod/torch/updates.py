@@ -22,7 +22,7 @@ from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
-from dgc_horovod.torch.gradients.collectives import not_finite_of
+from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import (
     SLOTS,
@@ -30,7 +30,6 @@ from dgc_horovod.torch.optimizer_state import (
     Group,
     Made,
     Optimizer,
-    Parameter,
     State,
     drop_momentum,
     fill_state,

@@ -22,9 +22,8 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
-from dgc_horovod.torch.gradients.collectives import Collectives
+from dgc_horovod.torch.gradients.collectives import Collectives, Parameter
 
-Parameter = torch.Tensor
 MOST = 16  # number of norms in a message to all ranks
 ELEMENTS = math.nan  # stands for the order of a norm: each element is limited separately
 

@@ -8,10 +8,8 @@ from functools import partial
 
 import torch
 
-Parameter = torch.Tensor
 
-
-def clip_all(parameters: Iterable[Parameter], limit: float) -> None:
+def clip_all(parameters: Iterable[torch.Tensor], limit: float) -> None:
     """Clip as torch's `clip_grad_norm_`, with sparse gradients too, which that function does not support."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not any(grad.is_sparse for grad in grads):

@@ -22,13 +22,12 @@ from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
-from dgc_horovod.torch.gradients.collectives import Collectives, ReduceSettings
+from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, ReduceSettings
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier, Stock
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
 
-Parameter = torch.Tensor
 STOCK = "DDP"
 ACCUMULATED = (
     "backward() was called again before step(): the second gradient was added to an update that had been exchanged. "
@@ -125,20 +124,12 @@ class GroupCarrier(Carrier):
     def __init__(
         self, group: Group, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1
     ) -> None:
-        super().__init__(names, settings, passes_per_step)
+        ranks = group.ranks  # numbered as Horovod's process sets, if they are not all
+        number = 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
+        super().__init__(names, settings, f"process group {ranks}", number, passes_per_step)
         self.group = group
         self._patient: Group | None = None  # connections with a longer timeout
         self._density: SameDensity | None = None  # for a warm-up by epochs
-
-    @property
-    def group_name(self) -> str:
-        return f"process group {self.group.ranks}"
-
-    @property
-    def group_number(self) -> int:
-        """See `Carrier`; as Horovod numbers its process sets, if the group has not all ranks."""
-        ranks = self.group.ranks
-        return 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
 
     def collectives(self, tag: str) -> Collectives:
         return ProcessGroupCollectives(self.group, tag)
@@ -160,10 +151,6 @@ class GroupCarrier(Carrier):
                 name = INSIDE if ranks == topology.inside else BETWEEN
                 found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), tag)
         return found
-
-    def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
-        devices: dict[torch.device, int] = {}
-        return {p: devices.setdefault(p.device, len(devices)) for p in parameters.values()}
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
         return {

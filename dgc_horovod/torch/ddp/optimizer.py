@@ -18,31 +18,15 @@ from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.norms import limit_averages
+from dgc_horovod.torch.ddp import models
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
-from dgc_horovod.torch.ddp.models import (
-    bare_optimizer,
-    check_same_parameters,
-    data_parallel,
-    named_parameters,
-    renew_step,
-    unwrapped,
-)
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.overrides import begin, kind_for, made_class
 from dgc_horovod.torch.session.session import Kind, session_of
-from dgc_horovod.torch.wrapping.checks import (
-    NoChoice,
-    alike,
-    check_optimizer,
-    check_parameters,
-    check_plain_models,
-    check_same_choice,
-    checked_names,
-    without_a_choice,
-)
+from dgc_horovod.torch.wrapping import checks
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
 
@@ -121,21 +105,21 @@ def register(
         UnsupportedUse: a combination of arguments that is not supported, or would train wrongly.
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
-    given, optimizer = optimizer, bare_optimizer(optimizer)
+    given, optimizer = optimizer, models.bare_optimizer(optimizer)
     compression = Compression.dgc() if compression is None else compression
-    config, bare = config_of(compression), unwrapped(model)
+    config, bare = config_of(compression), models.unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
-        check_same_choice(_comparing(group), compression)
-        found = data_parallel(model)
+        checks.check_same_choice(_comparing(group), compression)
+        found = models.data_parallel(model)
         if session_of(optimizer) is not None:
             raise UnsupportedUse(COMPRESSES)
         _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
         return given
     try:
         _compressed(model, optimizer, config, group)
-        renew_step(given)
-    except NoChoice as refused:
+        models.renew_step(given)
+    except checks.NoChoice as refused:
         if group.rank == 0:
             tell_stock(str(refused), STOCK)
         limit_averages(optimizer, config.clip_norm)
@@ -146,17 +130,17 @@ def register(
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave the exchange of `optimizer` to DDP; add only the data for checkpoints."""
     leave_to_ddp(model, halves)
-    optimizer._dgc = GroupCarrier(group, _names_of(named_parameters(model)), ReduceSettings(averages=True))
+    optimizer._dgc = GroupCarrier(group, _names_of(models.named_parameters(model)), ReduceSettings(averages=True))
 
 
 def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:
-    may_stay = config.automatic and isinstance(unwrapped(model), DistributedDataParallel)
-    with alike(_comparing(group)), without_a_choice(may_stay):
-        found = data_parallel(model)
+    may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
+    with checks.alike(_comparing(group)), checks.without_a_choice(may_stay):
+        found = models.data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")
-        named = named_parameters(found)
-        check_same_parameters(optimizer, named)
+        named = models.named_parameters(found)
+        models.check_same_parameters(optimizer, named)
         known = {p for _, p in named}
         frozen = [p for each in optimizer.param_groups for p in each["params"] if p not in known]
         named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
@@ -202,12 +186,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     group = _group_of(process_group)
     if config is None:
         raise ConfigError(f"{compression!r} leaves the exchange to DDP, but there is no DDP: use DDP and register()")
-    with alike(_comparing(group)):
+    with checks.alike(_comparing(group)):
         check_whole("backward_passes_per_step", backward_passes_per_step, 1)
         if config.automatic:
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
-        named = checked_names(optimizer, named_parameters)
-        check_plain_models(optimizer, named)
+        named = checks.checked_names(optimizer, named_parameters)
+        checks.check_plain_models(optimizer, named)
         kind = _checked(optimizer, named, config, sparse_as_dense, average)
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
     carrier = GroupCarrier(group, _names_of(named), settings, backward_passes_per_step)
@@ -238,9 +222,9 @@ def _checked(
     averages: bool = True,
 ) -> Kind:
     """Return the parts of the session, or raise an error if the optimizer cannot be compressed, or recorded, here."""
-    checked_names(optimizer, named)
-    check_optimizer(optimizer, sparse)
-    check_parameters(optimizer, named)
+    checks.checked_names(optimizer, named)
+    checks.check_optimizer(optimizer, sparse)
+    checks.check_parameters(optimizer, named)
     kind = kind_for(optimizer, config, averages)
     if dist.get_rank() == 0:
         begin_as_environment_says(config)

@@ -18,29 +18,19 @@ from dgc_horovod.exchange.contract import ALL, INSIDE, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.torch.clipping.local import LocalClipping
+from dgc_horovod.torch.gradients import memory
 from dgc_horovod.torch.gradients.collectives import (
     BucketRun,
     Collectives,
     DensePath,
+    Parameter,
     Pending,
     ReduceSettings,
     all_finite,
     laid_out_as,
 )
-from dgc_horovod.torch.gradients.memory import (
-    TakenMemory,
-    given,
-    given_as_wrapped,
-    handed,
-    is_in,
-    is_plain,
-    made_dense,
-    squares_of,
-    wait_for_streams,
-)
 from dgc_horovod.torch.gradients.scaling import StepScale
 
-Parameter = torch.Tensor
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -74,7 +64,7 @@ class GradientExchange(OptimizerExchange):
         self._host = torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
         self._scale_now = StepScale(loss_scale)  # not a method: references to it must not keep this exchange alive
-        self._taken = TakenMemory()  # of updates of this step
+        self._taken = memory.TakenMemory()  # of updates of this step
         self.lock = threading.Lock()  # backward of several devices calls hooks from several threads
         self._kernels: dict[str, Kernels] = {}
         super().__init__(
@@ -140,7 +130,7 @@ class GradientExchange(OptimizerExchange):
         run, i = self._run_of.get(p, (None, 0))
         with self.lock:
             if run is None:
-                self._dense_path.gradients[p] = self._gradient(p, given(p, self.names))
+                self._dense_path.gradients[p] = self._gradient(p, memory.given(p, self.names))
             else:
                 arrived, run.arrived = run.arrived, run.arrived + 1
                 if p.is_cuda:
@@ -164,17 +154,17 @@ class GradientExchange(OptimizerExchange):
 
     def _given(self, run: BucketRun, i: int) -> torch.Tensor:
         """Return ``p.grad`` of the bucket's i-th parameter, checked."""
-        return given_as_wrapped(run.parameters[i], self.names, run.sizes[i], run.device, self._host is not None)
+        return memory.given_as_wrapped(run.parameters[i], self.names, run.sizes[i], run.device, self._host is not None)
 
     def _gradient(self, p: Parameter, grad: torch.Tensor) -> torch.Tensor:
-        return made_dense(p, grad, self.names, self.settings.sparse_as_dense)
+        return memory.made_dense(p, grad, self.names, self.settings.sparse_as_dense)
 
     # -- exchange
 
     def _add_gradients(self, run: BucketRun) -> None:
         """Add every gradient of a bucket to the engine."""
         kernels = run.engine.kernels
-        wait_for_streams(run.streams)
+        memory.wait_for_streams(run.streams)
         run.outputs.clear()
         for i, p in enumerate(run.parameters):
             grad = self._given(run, i)
@@ -183,8 +173,8 @@ class GradientExchange(OptimizerExchange):
             gradient = self.clipping.clipped(p, gradient)
             if self._decays and (decay := self._decays.get(p)):
                 gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
-            self.add_gradient(run.engine, i, handed(gradient, kernels))
-            run.engine.outputs.put(i, handed(output, kernels))
+            self.add_gradient(run.engine, i, memory.handed(gradient, kernels))
+            run.engine.outputs.put(i, memory.handed(output, kernels))
         run.arrived = 0
 
     def _send(self, run: BucketRun, clip: float = 1.0) -> None:
@@ -250,7 +240,7 @@ class GradientExchange(OptimizerExchange):
         if self.clipping.is_of_all:
             for run in self.runs:
                 self._add_gradients(run)
-            squares = squares_of(dense.values(), self._kernels_of)
+            squares = memory.squares_of(dense.values(), self._kernels_of)
             clip = self.clipping.of_all(self.squares(squares), self._scale_now())
         else:
             bucketed = {p: self._gradient(p, self._given(run, i)) for p, (run, i) in self._run_of.items()}
@@ -288,8 +278,8 @@ class GradientExchange(OptimizerExchange):
         if run.finite is None:
             self._decode_launched()
         assert run.finite is not None
-        grad, output = given(p, self.names), run.outputs[i]
-        return grad if is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
+        grad, output = memory.given(p, self.names), run.outputs[i]
+        return grad if memory.is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
 
     def _decode_launched(self) -> None:
         """Wait for all buckets in order of launch: one is decoded while the next is on the wire."""
@@ -337,7 +327,7 @@ class GradientExchange(OptimizerExchange):
         Returns:
             The output; whether it has the memory of `grad`.
         """
-        plain = is_plain(grad)
+        plain = memory.is_plain(grad)
         run.narrow |= not plain
         fits = plain and self._host is None and self._taken.is_first_in(grad)
         # a detached tensor keeps the memory if the script replaces p.grad

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dgc_horovod.exchange.contract import INSIDE
-from dgc_horovod.torch.gradients.collectives import BucketRun, Collectives, Pending
-from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
+from dgc_horovod.torch.gradients.collectives import BucketRun, Collectives, Parameter, Pending
+from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.wire.bucket import PADDING
 

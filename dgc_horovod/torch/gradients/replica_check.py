@@ -16,7 +16,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.session import replicas
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
-from dgc_horovod.torch.gradients.scaling import scale_of
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.session import Session
@@ -80,7 +79,7 @@ class Replicas:
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        options["loss scale"] = _plain(scale_of(session.scaler)())
+        options["loss scale"] = _plain(session.exchange.loss_scale())
         names, scaled = self._names_in(part), _renormalized()
         writers = {name: _RENORMALIZES.format(name=name) for name in names if id(self._parameters[name]) in scaled}
         return replicas.Circumstances(

@@ -15,14 +15,13 @@ from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED, ResidualState
 from dgc_horovod.torch import state as kept
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.clipping.norms import clip_all
+from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.carrier import Stock
 from dgc_horovod.torch.session.records import GradientWatch, Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.session.strategies import EveryStep
 from dgc_horovod.torch.wrapping.steps import SYNCHRONIZED_TWICE
-
-Parameter = torch.Tensor
 
 
 class AutoTuned(EveryStep):

@@ -14,13 +14,11 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.torch.gradients.collectives import Collectives, ReduceSettings
+from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, ReduceSettings
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.records import Result
     from dgc_horovod.torch.session.session import Session
-
-Parameter = torch.Tensor
 
 
 class Stock:
@@ -55,6 +53,8 @@ class Carrier:
     Args:
         names: name of every parameter of the optimizer.
         settings: reduction of the gradients.
+        group_name: name of the group of ranks, equal on each of them.
+        group_number: number of the group in checkpoints; 0: all ranks of the job.
         passes_per_step: backward passes that are summed before one exchange, >= 1.
     """
 
@@ -62,20 +62,18 @@ class Carrier:
     elastic = False  # whether the ranks may change during the job
     stock: Stock | None = None  # the framework's own exchange, if there is one
 
-    def __init__(self, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1) -> None:
+    def __init__(
+        self,
+        names: Mapping[Parameter, str],
+        settings: ReduceSettings,
+        group_name: str,
+        group_number: int,
+        passes_per_step: int,
+    ) -> None:
         self.names, self.settings, self.passes_per_step = names, settings, passes_per_step
+        self.group_name, self.group_number = group_name, group_number
 
     # -- the ranks
-
-    @property
-    def group_name(self) -> str:
-        """Name of the group of ranks, equal on each of them."""
-        raise NotImplementedError
-
-    @property
-    def group_number(self) -> int:
-        """Number of the group of ranks in checkpoints; 0: all of the job."""
-        raise NotImplementedError
 
     def collectives(self, tag: str) -> Collectives:
         """Return a transport of these ranks, with a `tag` of its own."""
@@ -111,8 +109,9 @@ class Carrier:
     # -- agreement
 
     def boundaries(self, parameters: Mapping[str, Parameter]) -> dict[Parameter, int]:
-        """Return a number for each parameter; tensors of different numbers never share a bucket."""
-        raise NotImplementedError
+        """Return a number for each parameter, one for each device; tensors of different numbers share no bucket."""
+        devices: dict[torch.device, int] = {}
+        return {p: devices.setdefault(p.device, len(devices)) for p in parameters.values()}
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
         """Return the fields that must be equal on all ranks: one text each, lists with one entry a line."""

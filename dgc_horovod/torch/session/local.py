@@ -19,8 +19,8 @@ from dgc_horovod.errors import UnsupportedUse, shown
 from dgc_horovod.notices import WEIGHTS_SET, clips_alone, leave_out, of_skipped, stop_if_skipped
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
-from dgc_horovod.torch.gradients.collectives import all_finite, not_finite_of
-from dgc_horovod.torch.gradients.exchange import GradientExchange, Parameter
+from dgc_horovod.torch.gradients.collectives import Parameter, all_finite, not_finite_of
+from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import clean, copied, unscale
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.strategies import Strategy

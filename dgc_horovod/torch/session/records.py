@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import Group
 from dgc_horovod.torch.updates import Update
@@ -17,7 +18,6 @@ from dgc_horovod.torch.wrapping.steps import ADDED_LATER
 _Seen = tuple[torch.Tensor, int]
 _Applied = tuple[torch.Tensor, weakref.ref[torch.Tensor] | None, int]  # parameter, its gradient, the gradient's version
 _SAMPLE, _SMALL = 4, 4096  # number of tensors, and their largest size, that are compared by content
-Parameter = torch.Tensor
 Result = Callable[[], torch.Tensor]  # waits for the exchange of a gradient, and returns the update for ``p.grad``
 TOO_MANY_PASSES = (
     "a parameter got a gradient more than backward_passes_per_step={passes} times before step(); set "

@@ -18,7 +18,7 @@ from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.notices import describe
 from dgc_horovod.session import base
 from dgc_horovod.state.parts import StateRegister
-from dgc_horovod.torch.gradients.collectives import not_finite_of
+from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.node_exchange import NodeGradientExchange
 from dgc_horovod.torch.gradients.replica_check import Replicas
@@ -32,7 +32,6 @@ from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LOADED_TWICE, RESIDUALS_
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.strategies import Strategy
 
-Parameter = torch.Tensor
 Scaler = torch.amp.GradScaler | SeenScaler | None
 Closure = Callable[[], Any]
 # the code of torch's wrapper around every step; functools.wraps copies its attributes, but not its code

@@ -13,14 +13,12 @@ from dgc_horovod.notices import of_skipped, stop_if_skipped
 from dgc_horovod.session import base
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
-from dgc_horovod.torch.gradients.collectives import all_finite
-from dgc_horovod.torch.gradients.scaling import already_unscaled, scale_of
+from dgc_horovod.torch.gradients.collectives import Parameter, all_finite
+from dgc_horovod.torch.gradients.scaling import already_unscaled
 from dgc_horovod.torch.optimizer_state import add_residual, drop_momentum
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
-
-Parameter = torch.Tensor
 
 
 class Strategy(base.Strategy[Session, torch.Tensor]):
@@ -199,7 +197,7 @@ class EveryStep(Strategy):
         if not session.may_apply:
             passes.synchronized = False
             clip_calls.end_step(session)
-            if scale_of(session.scaler)() == 1.0:
+            if exchange.loss_scale() == 1.0:
                 stop_if_skipped(exchange)
             session.tell_once(*of_skipped(exchange))
             return False
@@ -233,7 +231,7 @@ class EveryStep(Strategy):
     def _check_untouched(self) -> None:
         """Warn a script that changes updates after synchronize() by its own code."""
         session = self.session
-        if session.watch.changed_since_synchronized(scale_of(session.scaler)()):
+        if session.watch.changed_since_synchronized(session.exchange.loss_scale()):
             session.tell_once("changed update", steps.CHANGED_UPDATE)
 
     def _drop_what_was_taken_away(self) -> None:
