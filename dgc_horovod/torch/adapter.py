@@ -9,11 +9,7 @@ except ImportError as error:
     ) from error
 from horovod.torch.optimizer import _DistributedOptimizer
 
-_NEEDED = (
-    "_allreduce_grad_async",
-    "_register_hooks",
-    "set_backward_passes_per_step",
-)
+_NEEDED = ("_allreduce_grad_async", "_register_hooks", "set_backward_passes_per_step")
 if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, name)]:
     raise ImportError(
         f"Horovod {horovod.__version__} differs from 0.28.1 (its optimizer lacks {', '.join(_missing)}); install "
@@ -22,10 +18,9 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
 
 from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
 from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
-from dgc_horovod.torch.compression import Compression  # noqa: E402
 from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402
 from dgc_horovod.torch.joining import join  # noqa: E402
-from dgc_horovod.torch.optimizer import DistributedOptimizer  # noqa: E402
+from dgc_horovod.torch.optimizer import Compression, DistributedOptimizer  # noqa: E402
 
 __all__ = [
     "Compression",

@@ -14,10 +14,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compression as HorovodCompression
+from horovod.torch.compression import Compressor
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
-from dgc_horovod.compression import ConfiguredCompressor, config_of
+from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
@@ -30,6 +31,20 @@ from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_fo
 from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.wrapping import checks
+
+
+class DGCCompressor(ConfiguredCompressor, Compressor):
+    """See `ConfiguredCompressor`."""
+
+    framework = "torch"
+
+
+class Compression(Presets):
+    """Compression methods. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
+
+    compressor = DGCCompressor
+    none = HorovodCompression.none
+    fp16 = HorovodCompression.fp16
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

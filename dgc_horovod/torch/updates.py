@@ -50,11 +50,9 @@ def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
     Raises:
         UnsupportedUse: the split does not support an option of the optimizer.
     """
-    step, stock = inspect.unwrap(type(optimizer).step), Arithmetic()
-    for base, arithmetic in STOCK.items():
-        if isinstance(optimizer, base) and step is inspect.unwrap(base.step):
-            stock = arithmetic
-            break
+    step = inspect.unwrap(type(optimizer).step)
+    known = (base for base in STOCK if isinstance(optimizer, base) and step is inspect.unwrap(base.step))
+    stock = STOCK.get(next(known, Optimizer), Arithmetic())
     decoupled = isinstance(optimizer, torch.optim.AdamW)
     options = (options_of(group, decoupled) for group in optimizer.param_groups)  # lazy: other optimizers lack some
     return Update(stock, *choose(stock, type(optimizer), options, config), decoupled)

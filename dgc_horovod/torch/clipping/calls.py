@@ -5,7 +5,6 @@ For gradients that no optimizer of ours exchanges these functions are unchanged.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -48,7 +47,8 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return stock(parameters, *args, **kwargs)
             finally:
-                _look_again()
+                for session in live():  # torch's function has just changed gradients: no notice to the script
+                    session.watch.look_again()
         rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
         if math.isnan(p):
             return None
@@ -60,14 +60,15 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
     """Return the norms of gradients that are clipped locally already, and the parameters that torch must clip."""
-    norms, left, known = [], parameters, _is_known(limit, p)
+    norms, left = [], parameters
+    known = 0 < limit < math.inf and (math.isnan(p) or p > 0)  # norms of order p <= 0 are left to torch
     for session in all_alive():
         own = tuple(x for x in parameters if x in session.exchange.names)
         if own:
             session.strategy.sees_clip(Clip(own, limit, p, session.passes.synchronized), known)
     for session in live():
         own = tuple(x for x in left if x in session.exchange.names) if session.is_exchanging else ()
-        norm = _note(session, Clip(own, limit, p)) if own and known else None
+        norm = _note(session, Clip(own, limit, p, session.passes.synchronized)) if own and known else None
         if norm is not None:
             norms.append(norm)
             taken = set(own)
@@ -75,14 +76,10 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
     return norms, left
 
 
-def _is_known(limit: float, p: float) -> bool:
-    return 0 < limit < math.inf and (math.isnan(p) or p > 0)  # norms of order p <= 0 are left to torch
-
-
 def _note(session: Session, clip: Clip) -> float | None:
     """Record a call of the script, see `LocalClipping.note`. Return None if torch must clip ``p.grad``."""
     clipping, synchronized = session.exchange.clipping, session.passes.synchronized
-    norm: float | None = clipping.note(dataclasses.replace(clip, updates=synchronized))
+    norm: float | None = clipping.note(clip)
     if clipping.given is None:
         session.tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
     elif clip.limit != clipping.given and not math.isnan(clip.p):
@@ -112,12 +109,6 @@ def end_step(session: Session) -> None:
     if (first := clipping.first_clip) is not None:
         exchange.clip_first(*first)
     clipping.step_ends(exchange.in_join)
-
-
-def _look_again() -> None:
-    """Accept the changes that torch's function has just made to gradients, without a notice to the script."""
-    for session in live():
-        session.watch.look_again()
 
 
 def _as_tensor(norm: float, parameters: list[torch.Tensor]) -> torch.Tensor:

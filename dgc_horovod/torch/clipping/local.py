@@ -22,7 +22,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
-from dgc_horovod.torch.gradients.collectives import Collectives, Parameter
+from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, Pending
 
 MOST = 16  # number of norms in a message to all ranks
 ELEMENTS = math.nan  # stands for the order of a norm: each element is limited separately
@@ -93,7 +93,7 @@ class LocalClipping(StatePart):
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # calls in steps of the framework's own exchange
         self._factors: dict[Parameter, float] = {}
         self._bounds: dict[Parameter, float] = {}
-        self._shared: SharedNorms | None = None  # norms on their way to all ranks
+        self._shared: Pending | None = None  # norms on their way to all ranks
         self._number = {p: i for i, p in enumerate(self._all)}  # the same on every rank
 
     @property
@@ -172,15 +172,11 @@ class LocalClipping(StatePart):
     @property
     def first_clip(self) -> tuple[float, float] | None:
         """This rank's limit and factor of u and v if the script clips all gradients in the first step, else None."""
-        noted = self._noted.get(self.clips[0].key) if self.clips else None
-        if noted is None or not self._is_of_first(noted):
+        first = self.clips[0] if self.clips else None
+        noted = self._noted.get(first.key) if first is not None and math.isinf(first.limit) else None
+        if noted is None or noted.p != 2 or noted.key not in self.norms:
             return None
         return self._local(noted.limit), self._factor(noted, self._own_norm)
-
-    def _is_of_first(self, clip: Clip) -> bool:
-        """Return whether `clip` limits the norm that the present step, the first, has measured."""
-        first = self.clips[0] if self.clips else None
-        return first is not None and math.isinf(first.limit) and clip.p == 2 and clip.key in self.norms
 
     def goes_on(self, asked: Iterable[Clip] = (), first: bool = False) -> None:
         """End the measurement of the first step: u and v hold gradients of earlier steps.
@@ -279,22 +275,38 @@ class LocalClipping(StatePart):
         return gradient
 
     def share(self, collectives: Collectives) -> None:
-        """Start sending the norms of this rank's script to all ranks, if not started yet."""
-        if self._shared is None:
-            squares = {what: self.norms[key] ** 2 for what, key in self._told.items()}
-            self._shared = SharedNorms(squares, collectives)
+        """Start sending the norms of this rank's script to all ranks, if not started yet.
 
-    def take(self) -> None:
-        """Wait for shared norms, and replace this rank's norms by the common ones."""
+        Messages are of one size, so that ranks with different norms do not block.
+        """
         if self._shared is not None:
-            shared, self._shared = self._shared, None
-            self.norms.update({self._told[what]: norm for what, norm in shared.wait().items()})
+            return
+        message = torch.zeros(2, MOST, dtype=torch.int64)
+        for i, (what, key) in enumerate(self._told.items()):
+            message[0, i] = what
+            message[1].view(torch.float64)[i] = self.norms[key] ** 2
+        collectives.traffic.count(message.nbytes, (collectives.workers - 1) * message.nbytes)
+        self._shared = collectives.allgather(message.view(-1), "clip.norms")
+
+    def take(self, collectives: Collectives) -> None:
+        """Wait for shared norms: each becomes its root mean square over the ranks that have measured it."""
+        if self._shared is None:
+            return
+        pending, self._shared = self._shared, None
+        numbers, words = collectives.wait(pending).view(-1, 2, MOST).unbind(1)
+        squares: list[float] = words.contiguous().view(torch.float64).flatten().tolist()
+        found = defaultdict(list)
+        for what, square in zip(numbers.flatten().tolist(), squares, strict=True):
+            found[what].append(square)
+        self.norms.update(
+            {key: math.sqrt(math.fsum(found[what]) / len(found[what])) for what, key in self._told.items()}
+        )
 
     @property
     def _told(self) -> dict[int, tuple[object, ...]]:
-        """Key of each norm that is shared in this step, by a number that is the same on every rank."""
+        """Keys of the norms that are shared in this step, at most `MOST`, by a number that is equal on every rank."""
         asked = [clip for clip in self.clips if clip.updates and not math.isnan(clip.p) and clip.key in self.norms]
-        return {self._digest(clip): clip.key for clip in asked}
+        return dict(list({self._digest(clip): clip.key for clip in asked}.items())[:MOST])
 
     def _digest(self, clip: Clip) -> int:
         text = repr((clip.p, [self._number[p] for p in clip.parameters]))
@@ -316,36 +328,3 @@ class LocalClipping(StatePart):
     def _factor(self, clip: Clip, norm: float) -> float:
         limit = self._local(clip.limit)
         return limit / norm if norm > limit else 1.0
-
-
-class SharedNorms:
-    """An exchange of norms of one step, in messages of one size, so that ranks with different norms do not block.
-
-    Args:
-        squares: square of each norm of this rank, by a 64-bit number that identifies the norm on every rank; the first
-            `MOST` are sent.
-        collectives: transport of all ranks, each of which makes a SharedNorms.
-    """
-
-    def __init__(self, squares: Mapping[int, float], collectives: Collectives) -> None:
-        self._own, self._collectives = list(squares)[:MOST], collectives
-        message = torch.zeros(2, MOST, dtype=torch.int64)
-        for i, what in enumerate(self._own):
-            message[0, i] = what
-            message[1].view(torch.float64)[i] = squares[what]
-        collectives.traffic.count(message.nbytes, (collectives.workers - 1) * message.nbytes)
-        self._pending = collectives.allgather(message.view(-1), "clip.norms")
-
-    def wait(self) -> dict[int, float]:
-        """Return each norm that this rank has sent, as the root mean square over the ranks that have measured it."""
-        gathered = self._collectives.wait(self._pending).view(-1, 2, MOST)
-        found = defaultdict(list)
-        for what, square in zip(gathered[:, 0].flatten().tolist(), _numbers(gathered[:, 1]), strict=True):
-            found[what].append(square)
-        return {what: math.sqrt(math.fsum(found[what]) / len(found[what])) for what in self._own}
-
-
-def _numbers(words: torch.Tensor) -> list[float]:
-    """Return the 64-bit words as floating-point numbers."""
-    found: list[float] = words.contiguous().view(torch.float64).flatten().tolist()
-    return found

@@ -227,8 +227,8 @@ class DensePath:
         self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._pending: dict[Parameter, Pending] = {}
-        self._waiting: dict[Parameter, torch.Tensor] = {}  # for one common allreduce, if the transport fuses none
-        self._staged: dict[Parameter, torch.Tensor] = {}  # whose allreduce would hold up the backward pass
+        # until all are there for one common allreduce, if the transport fuses none; else until a device may be waited for
+        self._waiting: dict[Parameter, torch.Tensor] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
 
     @property
@@ -255,14 +255,11 @@ class DensePath:
             gradient = gradient + torch.from_numpy(residual).view(p.shape).to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
-        if self.collectives.by_name:
-            if self.collectives.stages(gradient):
-                self._staged[p] = gradient
-            else:
-                self._pending[p] = self._reduced(gradient, self.names[p])
+        if self.collectives.by_name and not self.collectives.stages(gradient):  # it would hold up the backward pass
+            self._pending[p] = self._reduced(gradient, self.names[p])
             return
         self._waiting[p] = gradient
-        if len(self._waiting) == len(self.names):
+        if len(self._waiting) == len(self.names) and not self.collectives.by_name:
             self._launch_together()
 
     def launch_all(self, clip: float = 1.0) -> None:
@@ -273,12 +270,12 @@ class DensePath:
     @property
     def has_staged(self) -> bool:
         """Whether `launch_staged` has something to do."""
-        return bool(self._staged)
+        return self.collectives.by_name and bool(self._waiting)
 
     def launch_staged(self) -> None:
         """Start the allreduces that `launch` has left; the host waits for the device."""
-        for p in list(self._staged):
-            self._pending[p] = self._reduced(self._staged.pop(p), self.names[p])
+        for p in list(self._waiting) if self.has_staged else ():
+            self._pending[p] = self._reduced(self._waiting.pop(p), self.names[p])
 
     def _launch_together(self) -> None:
         """Start one allreduce for each dtype and device."""
@@ -315,5 +312,4 @@ class DensePath:
         self.gradients.clear()
         self._pending.clear()
         self._waiting.clear()
-        self._staged.clear()
         self._results.clear()

@@ -343,7 +343,7 @@ class GradientExchange(OptimizerExchange):
         parameter's dtype, the update is dropped. Every ``p.grad`` becomes NaN, so that a GradScaler skips the step too.
         """
         self._share_norms()  # if not started yet
-        self.clipping.take()
+        self.clipping.take(self.collectives)
         self.take_second()
         finite = all(run.finite for run in self.runs)
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a smaller range than fp32

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex
 
 import torch
+from torch.utils.data.distributed import DistributedSampler
 
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.planning.trial import fitted
-from dgc_horovod.torch import epochs, state
+from dgc_horovod.torch import state
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.local import LocalSteps
-from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session
+from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session, all_alive
 from dgc_horovod.torch.session.strategies import EveryStep
 from dgc_horovod.torch.updates import update_of
 
@@ -101,7 +104,7 @@ class Overrides:
         Raises:
             ConfigError: `epoch` is not a whole number.
         """
-        self._dgc.exchange.epoch = epochs.whole(epoch)
+        self._dgc.exchange.epoch = _whole(epoch)
 
     def compression_stats(self) -> dict[str, Any]:
         """Return counters of this rank since wrapping; under Horovod Elastic, since the ranks changed.
@@ -179,6 +182,36 @@ class OutsideOverrides:
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
+def _whole(epoch: SupportsIndex | SupportsFloat) -> int:
+    """Convert `epoch` to an int; whole floats and NumPy integers are allowed.
+
+    Raises:
+        ConfigError: `epoch` is not a whole number.
+    """
+    with suppress(TypeError):
+        return operator.index(epoch)  # type: ignore[arg-type]
+    with suppress(TypeError, ValueError):
+        if not isinstance(epoch, (str, bytes)) and float(epoch).is_integer():
+            return int(float(epoch))
+    raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
+
+
+def _watch_epochs() -> None:
+    """Report the epoch of every ``set_epoch`` call to sessions whose warm-up needs it, from now on."""
+    stock = DistributedSampler.set_epoch
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def tell(self: DistributedSampler[object], epoch: int) -> None:
+        stock(self, epoch)
+        for session in all_alive():
+            if session.config.warmup is not None and session.config.warmup.needs_epoch:
+                session.exchange.epoch = _whole(epoch)
+
+    DistributedSampler.set_epoch = tell  # type: ignore[method-assign]
+
+
 def made_class(user_class: type, overrides: type, below: Mapping[str, Any], module: str) -> type:
     """Make a class derived from the user's class.
 
@@ -227,6 +260,6 @@ def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
     clip_calls.watch()
-    epochs.watch()
+    _watch_epochs()
     optimizer._dgc = Session(optimizer, carrier, kind, scaler)
     optimizer._dgc.start()
