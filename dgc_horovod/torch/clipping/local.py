@@ -298,9 +298,8 @@ class LocalClipping(StatePart):
         found = defaultdict(list)
         for what, square in zip(numbers.flatten().tolist(), squares, strict=True):
             found[what].append(square)
-        self.norms.update(
-            {key: math.sqrt(math.fsum(found[what]) / len(found[what])) for what, key in self._told.items()}
-        )
+        for what, key in self._told.items():
+            self.norms[key] = math.sqrt(math.fsum(found[what]) / len(found[what]))
 
     @property
     def _told(self) -> dict[int, tuple[object, ...]]:

@@ -227,7 +227,7 @@ class DensePath:
         self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self._pending: dict[Parameter, Pending] = {}
-        # until all are there for one common allreduce, if the transport fuses none; else until a device may be waited for
+        # until all are there for a common allreduce, if the transport fuses none; else until a device may be waited for
         self._waiting: dict[Parameter, torch.Tensor] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
 
