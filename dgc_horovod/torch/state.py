@@ -219,16 +219,14 @@ def _dumped(model: Module | None, optimizer: Optimizer, extra: dict[str, Any]) -
 
 def kept_by(session: Session) -> ResidualState:
     """Copy the state of this rank; see ``residual_state_dict``."""
-    session.carrier.follow(session)
-    session.strategy.check_between_steps()
+    session.check_between_steps()
     session.saves_residuals = True
     return session.kept.record()
 
 
 def load_residuals(session: Session, state: ResidualState) -> None:
     """Load `state`, of this rank; see ``load_residual_state_dict``."""
-    session.carrier.follow(session)
-    session.strategy.check_between_steps()
+    session.check_between_steps()
     session.kept.resume(state)
 
 
@@ -268,14 +266,13 @@ def flush_between_steps(session: Session) -> None:
     """See ``flush`` of the optimizer; a rank that is within a step may call it again after the step."""
     session.carrier.follow(session)
     session.strategy.before_flush()
-    session.carrier.meet(session, "flush")
+    session.exchange.collectives.meet("flush")
     flush(session)
 
 
 def flush(session: Session) -> None:
     """Apply the residuals of all ranks, between two steps."""
-    session.carrier.follow(session)
-    session.strategy.check_between_steps()
+    session.check_between_steps()
     exchange, update = session.exchange, session.update
     kept = update.flush(session.optimizer, exchange, _left(exchange), session.own_step)
     share = 1 if exchange.settings.averages else exchange.collectives.workers

@@ -85,13 +85,11 @@ class SameDensity:
             density = self._exchange.density()
             is_final = density == self._exchange.config.final_density
             if not (self._all_are_through and is_final):
-                densities = self._told(density)
-                if len(set(densities.values())) > 1:
-                    raise RankMismatch(_different(self._exchange.steps, densities))
+                self._compare(density)
             self._looked_at, self._all_are_through = self._exchange.steps, is_final
 
-    def _told(self, density: float) -> dict[tuple[int, int], float]:
-        """Return the density by rank and epoch.
+    def _compare(self, density: float) -> None:
+        """Compare `density` with the other ranks.
 
         An alltoall is one trip; Gloo's allgather is a ring of all ranks. It cannot match the allgather of a rank that
         does not check any more, since Gloo distinguishes kinds of collectives: both ranks then wait.
@@ -100,17 +98,15 @@ class SameDensity:
         own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
         self._collectives.traffic.count(own.nbytes, (workers - 1) * own.nbytes)
         told = self._collectives.wait(self._collectives.alltoall(own.repeat(workers), "density"))
-        return {(rank, int(epoch)): density for rank, (density, epoch) in enumerate(told.view(-1, 2).tolist())}
-
-
-def _different(step: int, densities: dict[tuple[int, int], float]) -> str:
-    firsts: dict[float, str] = {}  # one entry a density, for a short message
-    for (rank, epoch), density in densities.items():
-        firsts.setdefault(density, f"rank {rank} has {density:g} in epoch {epoch}")
-    return (
-        f"step {step}: the ranks are at different densities: {', '.join(firsts.values())}. Call set_epoch with the "
-        "same epoch on every rank, before its first step, and give every rank the same number of batches"
-    )
+        firsts: dict[float, str] = {}  # one entry a density, for a short message
+        for rank, (theirs, epoch) in enumerate(told.view(-1, 2).tolist()):
+            firsts.setdefault(theirs, f"rank {rank} has {theirs:g} in epoch {epoch:.0f}")
+        if len(firsts) > 1:
+            raise RankMismatch(
+                f"step {self._exchange.steps}: the ranks are at different densities: {', '.join(firsts.values())}. "
+                "Call set_epoch with the same epoch on every rank, before its first step, and give every rank the same "
+                "number of batches"
+            )
 
 
 class GroupCarrier(Carrier):
@@ -168,9 +164,6 @@ class GroupCarrier(Carrier):
                 self._density = SameDensity(exchange, exchange.collectives)
             self._density.check()
 
-    def meet(self, session: Session, name: str) -> None:
-        session.exchange.collectives.meet(name)  # type: ignore[attr-defined]
-
 
 class DataParallelCarrier(GroupCarrier):
     """The ranks of a DistributedDataParallel model, whose communication hook delivers gradients.
@@ -193,7 +186,7 @@ class DataParallelCarrier(GroupCarrier):
     def deliver(self, session: Session) -> None:
         model = self._model()
         assert model is not None
-        install(model, session)
+        install(model, weakref.ref(session))
 
     def started(self, session: Session) -> None:
         model = self._model()

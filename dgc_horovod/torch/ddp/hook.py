@@ -58,14 +58,10 @@ class HookState:
         return HookState, ()
 
 
-def install(model: DistributedDataParallel, session: Session) -> None:
-    """Deliver the gradients of `model` to `session`, in place of an earlier one."""
-    _let_carry(model, weakref.ref(session))
-
-
-def _let_carry(model: DistributedDataParallel, carrier: Callable[[], Any]) -> None:
+def install(model: DistributedDataParallel, user: Callable[[], Any]) -> None:
+    """Deliver the gradients of `model` to what `user` returns, see `_users`, in place of an earlier one."""
     known = model in _users
-    _users[model] = carrier
+    _users[model] = user
     if not known:
         model.register_comm_hook(HookState(model), exchange_hook)
 
@@ -82,7 +78,7 @@ def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
         before.superseded = True
     if halves or model in _users:  # else DDP needs no hook
         own = OwnExchange(model.process_group, halves)
-        _let_carry(model, lambda: own)
+        install(model, lambda: own)
 
 
 def fall_back_to_ddp(model: DistributedDataParallel) -> None:

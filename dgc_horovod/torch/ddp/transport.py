@@ -178,9 +178,7 @@ class ProcessGroupCollectives(Collectives):
         return [part[:size] for part, size in zip(cut(found, [longest] * len(sizes)), sizes, strict=True)]
 
     def meet(self, name: str) -> None:
-        """Wait for every rank, before collectives that a script may call on one rank only.
-
-        Collectives are matched by order, and two of different sizes end a process. Gloo distinguishes kinds, and
+        """See `Collectives`: two collectives of different sizes would end a process. Gloo distinguishes kinds, and
         barriers are used only here: a rank that is elsewhere waits too, until the timeout.
         """
         self.wait(self._begun(torch.empty(0), name, lambda nothing, full_name: (self._gloo.barrier(), nothing)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -157,11 +157,8 @@ class Unedited:
 def _is_trial(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the step only filled the state, on this rank only; see `wrapping.steps.is_trial`."""
     groups = optimizer.param_groups
-    return not any(group.get("lr", 1) for group in groups) and not any(_gradients(groups))
-
-
-def _gradients(groups: Iterable[Mapping[str, Any]]) -> Iterator[bool]:
-    return (bool(p.grad.any()) for group in groups for p in group["params"] if p.grad is not None)
+    grads = (p.grad for group in groups for p in group["params"] if p.grad is not None)
+    return not any(group.get("lr", 1) for group in groups) and not any(bool(grad.any()) for grad in grads)
 
 
 def _inside(outer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -109,6 +109,9 @@ class Collectives(ABC):
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
         return cut(self.wait(self.allgather(own, name)).numpy().tobytes(), sizes)
 
+    def meet(self, name: str) -> None:  # noqa: B027 - nothing by default
+        """Wait for every rank before collectives that one rank may call alone, if collectives match by order."""
+
     def stages(self, tensor: torch.Tensor) -> bool:
         """Return whether a collective of `tensor` copies it to the host when it starts, and waits for its device."""
         return False

@@ -37,9 +37,8 @@ class AutoTuned(EveryStep):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        own = session.carrier.stock
-        assert own is not None
-        self.own: Stock = own
+        assert session.carrier.stock is not None
+        self.own: Stock = session.carrier.stock
         self._waited = 0.0  # seconds, in the present step
         self._owed: dict[Parameter, torch.Tensor] = {}
 

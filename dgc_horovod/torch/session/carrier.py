@@ -144,9 +144,6 @@ class Carrier:
     def check_ranks(self, session: Session) -> None:
         """Check before an exchange that all ranks are about to make the same one, for carriers that need it."""
 
-    def meet(self, session: Session, name: str) -> None:
-        """Wait for all ranks, for carriers whose collectives match by order."""
-
     # -- gradients and updates
 
     def deliver(self, session: Session) -> None:

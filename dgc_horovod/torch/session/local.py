@@ -22,7 +22,6 @@ from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.gradients.collectives import Parameter, all_finite, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import clean, copied, unscale
-from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.strategies import Strategy
 
 _OUTER = "outer_momentum"  # key in a state_dict
@@ -220,16 +219,6 @@ class LocalSteps(Strategy):
             self.rounds = LocalRounds(session.exchange, session.config)
         self.rounds.go_on_in(session.exchange)
         at_end.watch(session.exchange.collectives.rank, session.config)
-
-    def hand_over(self, p: torch.Tensor) -> Result:
-        """Not used: no gradient is exchanged."""
-        raise AssertionError("a gradient was passed to the exchange between local steps")
-
-    def synchronize(self) -> None:
-        """Do nothing: gradients are not exchanged."""
-
-    def clear_gradients(self) -> None:
-        """Do nothing: gradients are not exchanged."""
 
     # -- one step
 

@@ -282,6 +282,11 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     # -- state
 
+    def check_between_steps(self) -> None:
+        """Adapt to the present ranks; raise UnsupportedUse within something that no record holds."""
+        self.carrier.follow(self)
+        self.strategy.check_between_steps()
+
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return the optimizer's own state_dict with the strategy's additions."""
         self._tell_of_residuals()

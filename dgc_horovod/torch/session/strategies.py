@@ -39,12 +39,11 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
         """Finish the set-up, when the session is complete."""
 
     def hand_over(self, p: Parameter) -> Result:
-        """Pass the complete gradient of `p` to its exchange."""
+        """Pass the complete gradient of `p` to its exchange, if gradients are exchanged."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Wait for every exchange of this step; afterwards ``p.grad`` is the same on every rank."""
-        raise NotImplementedError
+        """Wait for every exchange of this step, if there is one; ``p.grad`` is then the same on every rank."""
 
     def step(self) -> bool:
         """Make one step of the script; return whether the optimizer was stepped."""
@@ -52,7 +51,6 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
 
     def clear_gradients(self) -> None:
         """Prepare for the script's clearing of gradients."""
-        raise NotImplementedError
 
     def end_for_another(self) -> None:
         """Make the weights equal on all ranks, before another optimizer takes the parameters."""
@@ -221,18 +219,13 @@ class EveryStep(Strategy):
     def _apply(self) -> None:
         """Apply the updates, after the script's step hooks, which may clip too."""
         session = self.session
-        self._check_untouched()
+        if session.watch.changed_since_synchronized(session.exchange.loss_scale()):  # by code of the script's own
+            session.tell_once("changed update", steps.CHANGED_UPDATE)
         self._drop_what_was_taken_away()
         clip_calls.cut_late(session)
         clip_calls.end_step(session)
         session.passes.synchronized = False
         session.update.step(session.optimizer, session.exchange, session.own_step)
-
-    def _check_untouched(self) -> None:
-        """Warn a script that changes updates after synchronize() by its own code."""
-        session = self.session
-        if session.watch.changed_since_synchronized(session.exchange.loss_scale()):
-            session.tell_once("changed update", steps.CHANGED_UPDATE)
 
     def _drop_what_was_taken_away(self) -> None:
         """Drop residual and momentum of parameters whose update the script has set to None, against a later burst."""
