@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 
 def replace_everywhere(old: object, new: object) -> None:
@@ -18,6 +20,14 @@ def replace_everywhere(old: object, new: object) -> None:
         if isinstance(names, dict):
             for name in [name for name, value in list(names.items()) if value is old]:
                 names[name] = new
+
+
+def wrap_everywhere(stock: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function `stock` by ``made(stock)`` in every module that has it, unless that is done already."""
+    if not hasattr(stock, "_dgc_stock"):
+        ours: Any = functools.wraps(stock)(made(stock))
+        ours._dgc_stock = stock
+        replace_everywhere(stock, ours)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from benchmarks.gpu.timing import timed
 from benchmarks.quality.tasks import TransformerModel, tied_transformer
 from dgc_horovod import DGCConfig
 from dgc_horovod.exchange.contract import ALL
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, ReduceSettings, Scales
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates import update_of
 
@@ -63,10 +63,8 @@ class Echo(Collectives):
     def alltoall(self, tensor: Tensor, name: str) -> Pending:
         return self._done(tensor.view(self.workers, -1)[self.rank].repeat(self.workers), name)
 
-    def allreduce(
-        self, tensor: Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
-    ) -> Pending:
-        return self._done(tensor.mul_(prescale * postscale * (1 if averages else self.workers)), name)
+    def allreduce(self, tensor: Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)) -> Pending:
+        return self._done(tensor.mul_(scales[0] * scales[1] * (1 if averages else self.workers)), name)
 
     def broadcast(self, tensor: Tensor, name: str, root: int = 0) -> Pending:
         return self._done(tensor, name)

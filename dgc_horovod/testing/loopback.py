@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Scales
 
 
 class Message:
@@ -55,12 +55,11 @@ class Loopback(Collectives):
         """Start an allgather; the result has the parts in rank order."""
         return self._post(packet, name, torch.cat)
 
-    def allreduce(
-        self, tensor: Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
-    ) -> Pending:
+    def allreduce(self, tensor: Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)) -> Pending:
         """Start a sum, taken in rank order."""
-        factor = postscale / self.workers if averages else postscale
-        return self._post(tensor * prescale, name, lambda parts: sum(parts[1:], parts[0]) * factor)
+        before, after = scales
+        factor = after / self.workers if averages else after
+        return self._post(tensor * before, name, lambda parts: sum(parts[1:], parts[0]) * factor)
 
     def alltoall(self, tensor: Tensor, name: str) -> Pending:
         """Start an exchange of N equal parts; each rank gets its part from every rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod.names import replace_everywhere
+from dgc_horovod.names import wrap_everywhere
 from dgc_horovod.session import base
 from dgc_horovod.state.residual_state import MOMENTUM
 from dgc_horovod.torch.session.session import Session, session_of
@@ -18,13 +17,11 @@ from dgc_horovod.torch.session.session import Session, session_of
 
 def register() -> None:
     """Replace Horovod's functions, wherever they have been imported, by ones that know compressed optimizers."""
-    if not hasattr(hvd.broadcast_optimizer_state, "_dgc_stock"):
-        _register_optimizer_state(hvd.broadcast_optimizer_state)
-        _register_parameters(hvd.broadcast_parameters)
+    wrap_everywhere(hvd.broadcast_optimizer_state, _of_optimizer_state)
+    wrap_everywhere(hvd.broadcast_parameters, _of_parameters)
 
 
-def _register_parameters(stock: Callable[..., None]) -> None:
-    @functools.wraps(stock)
+def _of_parameters(stock: Callable[..., None]) -> Callable[..., None]:
     def broadcast_parameters(
         params: dict[str, torch.Tensor] | Iterable[Any], *place: object, **named_place: object
     ) -> None:
@@ -32,12 +29,10 @@ def _register_parameters(stock: Callable[..., None]) -> None:
         entries: Iterable[Any] = params.values() if isinstance(params, dict) else params
         base.weights_set(entry[1] if isinstance(entry, tuple) else entry for entry in entries)
 
-    broadcast_parameters._dgc_stock = stock  # type: ignore[attr-defined]
-    replace_everywhere(stock, broadcast_parameters)
+    return broadcast_parameters
 
 
-def _register_optimizer_state(stock: Callable[..., None]) -> None:
-    @functools.wraps(stock)
+def _of_optimizer_state(stock: Callable[..., None]) -> Callable[..., None]:
     def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: torch.nn.Module | None = None) -> None:
         session = session_of(optimizer)
         if session is None:
@@ -48,8 +43,7 @@ def _register_optimizer_state(stock: Callable[..., None]) -> None:
                 stock(optimizer, root_rank, model)
         _follow(session, optimizer.process_set, root_rank)
 
-    broadcast_optimizer_state._dgc_stock = stock  # type: ignore[attr-defined]
-    replace_everywhere(stock, broadcast_optimizer_state)
+    return broadcast_optimizer_state
 
 
 def _is_stateless(session: Session) -> bool:

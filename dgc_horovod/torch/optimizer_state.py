@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, SECOND
@@ -15,7 +16,6 @@ from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 
 Group = dict[str, Any]
-Optimizer = torch.optim.Optimizer
 State = dict[str, Any]  # of a parameter
 Made = list[tuple[Parameter, str, "weakref.ref[torch.Tensor]"]]  # parameter, key in its state, the tensor made for it
 
@@ -102,13 +102,6 @@ def refit_state(optimizer: Optimizer, made: Made) -> None:
             continue
         if (x.dtype != p.dtype or x.device != p.device) and not x.any():
             state[key] = torch.zeros_like(p)
-
-
-def drop_momentum(exchange: GradientExchange, p: Parameter) -> None:
-    """Set this rank's momentum u of `p` to zero; the residual stays."""
-    if exchange.names[p] in exchange.place:
-        engine, i = exchange.place[exchange.names[p]]
-        engine.state.write(i, {part: x for part, x in engine.state.read(i).items() if part != MOMENTUM})
 
 
 def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tensor) -> None:

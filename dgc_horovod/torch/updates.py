@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from dgc_horovod.arithmetic import SGD, Adam, Arithmetic, Left, Options, choose, without_own
 from dgc_horovod.config import DGCConfig
@@ -24,19 +25,7 @@ from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.optimizer_state import (
-    SLOTS,
-    STEP,
-    Group,
-    Made,
-    Optimizer,
-    State,
-    drop_momentum,
-    fill_state,
-    flat,
-    put_slots,
-    refit_state,
-)
+from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots, refit_state
 
 States = MutableMapping[Parameter, State]  # of an optimizer
 OwnStep = Callable[[], Any]
@@ -136,11 +125,6 @@ class Update:
     def fading(self, group: Group) -> float:
         """Return the factor, in [0, 1), of the engine's momentum in a step without a gradient."""
         return self._options(group).momentum
-
-    @property
-    def sends_directions(self) -> bool:
-        """Whether updates are Adam's directions, not gradients."""
-        return self.arithmetic.dense_is_stock and not self.dense
 
     # -- updates out
 
@@ -264,7 +248,7 @@ class Update:
         """Drop the engine's momentum of `p` if the script has removed its state, to start without momentum."""
         if p not in states:
             states[p] = {}
-            drop_momentum(exchange, p)
+            exchange.drop_momentum(exchange.names[p])
             if self.arithmetic.dense_is_stock:
                 exchange.second.forget(exchange.names[p])
 

@@ -5,7 +5,6 @@ For gradients that no optimizer of ours exchanges these functions are unchanged.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from dgc_horovod.names import replace_everywhere
+from dgc_horovod.names import wrap_everywhere
 from dgc_horovod.torch.clipping.local import ELEMENTS, Clip
 from dgc_horovod.torch.clipping.norms import total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
@@ -26,15 +25,12 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 def watch() -> None:
     """Report calls that clip gradients to the compressed optimizer of the parameters, from now on."""
     for name in _NAMES:
-        stock = getattr(clip_grad, name)
-        if not hasattr(stock, "_dgc_stock"):
-            replace_everywhere(stock, _seen(stock))
+        wrap_everywhere(getattr(clip_grad, name), _seen)
 
 
 def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
 
-    @functools.wraps(stock)
     def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         arguments = signature.bind(parameters, *args, **kwargs)
@@ -54,7 +50,6 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
             return None
         return _as_tensor(total_norm([*norms, *([] if rest is None else [float(rest)])], p), parameters)
 
-    clip._dgc_stock = stock  # type: ignore[attr-defined]
     return clip
 
 
@@ -91,7 +86,8 @@ def _note(session: Session, clip: Clip) -> float | None:
 
 def _cut(session: Session, clip: Clip) -> float:
     """Clip the updates of this step at the script's first call, except updates that are Adam's directions."""
-    steps = set(session.exchange.sparse if session.update.sends_directions else ())
+    sends_directions = session.update.arithmetic.dense_is_stock and not session.update.dense
+    steps = set(session.exchange.sparse if sends_directions else ())
     norm: float = session.exchange.clipping.cut(clip, steps)
     session.watch.look_again()
     return norm

@@ -20,7 +20,7 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import cut
 from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Start
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Scales, Start
 
 _PAUSE = 0.01  # seconds between two polls of the store
 
@@ -155,12 +155,14 @@ class ProcessGroupCollectives(Collectives):
         return self._begun(tensor, name, start)
 
     def allreduce(
-        self, tensor: torch.Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
+        self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)
     ) -> Pending:
-        def start(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:
-            return self._gloo.allreduce([sent if prescale == 1 else sent.mul_(prescale)]), sent
+        before, after = scales
 
-        return self._begun(tensor, name, start, postscale / self.workers if averages else postscale)
+        def start(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:
+            return self._gloo.allreduce([sent if before == 1 else sent.mul_(before)]), sent
+
+        return self._begun(tensor, name, start, after / self.workers if averages else after)
 
     def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
         return self._begun(tensor, name, lambda sent, full_name: (self._gloo.broadcast(sent, root), sent))

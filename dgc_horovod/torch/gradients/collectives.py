@@ -41,6 +41,7 @@ class Pending:
     factor: float = 1.0
 
 
+Scales = tuple[float, float]  # factors before and after a sum
 # function of the tensor to send and the collective's full name; returns handle and `Pending.result`
 Start = Callable[[torch.Tensor, str], tuple[Any, torch.Tensor]]
 
@@ -75,9 +76,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def allreduce(
-        self, tensor: torch.Tensor, name: str, averages: bool = False, prescale: float = 1.0, postscale: float = 1.0
+        self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)
     ) -> Pending:
-        """Start a sum or mean over ranks of ``prescale * tensor``, times `postscale`; in place."""
+        """Start a sum or mean over ranks of ``scales[0] * tensor``, times ``scales[1]``; in place."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
@@ -156,7 +157,7 @@ class ReduceSettings:
     sparse_as_dense: bool = False
 
     @property
-    def scales(self) -> tuple[float, float]:
+    def scales(self) -> Scales:
         """Factors before and after the sum."""
         factor = self.gradient_predivide_factor
         return (1 / factor, factor) if self.averages else (1.0, 1.0)
@@ -293,7 +294,7 @@ class DensePath:
     def _reduced(self, gradient: torch.Tensor, name: str) -> Pending:
         self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
         settings = self.settings
-        return self.collectives.allreduce(gradient, f"dense.{name}", settings.averages, *settings.scales)
+        return self.collectives.allreduce(gradient, f"dense.{name}", settings.averages, settings.scales)
 
     def result(self, p: Parameter) -> torch.Tensor:
         """Wait for the allreduce; return the update for ``p.grad``, in its dtype."""

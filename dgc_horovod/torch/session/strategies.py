@@ -15,7 +15,7 @@ from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.clipping.local import Clip
 from dgc_horovod.torch.gradients.collectives import Parameter, all_finite
 from dgc_horovod.torch.gradients.scaling import already_unscaled
-from dgc_horovod.torch.optimizer_state import add_residual, drop_momentum
+from dgc_horovod.torch.optimizer_state import add_residual
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
@@ -233,7 +233,7 @@ class EveryStep(Strategy):
         for p, name in exchange.sparse.items():
             if p.grad is None and p.requires_grad and p not in self._left_alone:
                 exchange.fade(name, 0.0)
-                drop_momentum(exchange, p)
+                exchange.drop_momentum(name)
                 self.session.tell_once("taken away", steps.TAKEN_AWAY.format(name=name))
 
     def clear_gradients(self) -> None:

@@ -39,7 +39,7 @@ def texts() -> list[list[str]]:
     """Bytes of any length, none among them; and means with factors around them."""
     transport = ProcessGroupCollectives(new_group(range(dist.get_world_size()), 60), "texts")
     found = transport.gather_bytes(b"x" * 5 * transport.rank, "texts")
-    mean = transport.wait(transport.allreduce(torch.full((2,), 1.0 + transport.rank), "mean", True, 0.5, 2.0))
+    mean = transport.wait(transport.allreduce(torch.full((2,), 1.0 + transport.rank), "mean", True, (0.5, 2.0)))
     return [[text.decode() for text in found], [str(float(x)) for x in mean]]
 
 
