@@ -10,7 +10,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Scales
+from dgc_horovod.torch.gradients.collectives import UNSCALED, Collectives, Pending, Scales
 
 WITHOUT_CUDA = (
     "Horovod was built without CUDA, and ends a process that passes it a CUDA tensor. All gradients of this optimizer "
@@ -53,9 +53,7 @@ class HorovodCollectives(Collectives):
     def alltoall(self, tensor: torch.Tensor, name: str) -> Pending:
         return self._begun_by(hvd.alltoall_async, tensor, name)
 
-    def allreduce(
-        self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)
-    ) -> Pending:
+    def allreduce(self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = UNSCALED) -> Pending:
         op = hvd.Average if averages else hvd.Sum
         factors = {"prescale_factor": scales[0], "postscale_factor": scales[1]}
         return self._begun_by(hvd.allreduce_async_, tensor, name, op=op, **factors)

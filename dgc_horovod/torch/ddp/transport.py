@@ -20,7 +20,7 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import cut
 from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
-from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Scales, Start
+from dgc_horovod.torch.gradients.collectives import UNSCALED, Collectives, Pending, Scales, Start
 
 _PAUSE = 0.01  # seconds between two polls of the store
 
@@ -154,9 +154,7 @@ class ProcessGroupCollectives(Collectives):
 
         return self._begun(tensor, name, start)
 
-    def allreduce(
-        self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)
-    ) -> Pending:
+    def allreduce(self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = UNSCALED) -> Pending:
         before, after = scales
 
         def start(sent: torch.Tensor, full_name: str) -> tuple[Any, torch.Tensor]:

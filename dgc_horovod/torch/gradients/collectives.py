@@ -42,6 +42,7 @@ class Pending:
 
 
 Scales = tuple[float, float]  # factors before and after a sum
+UNSCALED: Scales = 1.0, 1.0
 # function of the tensor to send and the collective's full name; returns handle and `Pending.result`
 Start = Callable[[torch.Tensor, str], tuple[Any, torch.Tensor]]
 
@@ -75,9 +76,7 @@ class Collectives(ABC):
         """Start an exchange of N equal parts of a vector; the result has the received parts in rank order."""
 
     @abstractmethod
-    def allreduce(
-        self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)
-    ) -> Pending:
+    def allreduce(self, tensor: torch.Tensor, name: str, averages: bool = False, scales: Scales = UNSCALED) -> Pending:
         """Start a sum or mean over ranks of ``scales[0] * tensor``, times ``scales[1]``; in place."""
 
     @abstractmethod
