@@ -14,33 +14,19 @@ from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
-from dgc_horovod.config import check_predivide
 from dgc_horovod.core import budget
 from dgc_horovod.core.nodes import LAST_STEP_SECONDS, Launched, declare, declared, meet_at_exit
-from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, Pending, ReduceSettings
-from dgc_horovod.torch.session.carrier import Carrier, Stock
+from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 
 STOCK = "stock Horovod"
 _log = logging.getLogger("dgc_horovod")
-
-
-def check_arguments(op: int, predivide: float, passes: int) -> None:
-    """Raise ConfigError or UnsupportedUse for arguments that compression does not support."""
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedUse(
-            "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
-            "compression=Compression.none, under dgcrun --compression none"
-        )
-    check_predivide(predivide, op == hvd.Average)
-    check_whole("backward_passes_per_step", passes, 1)
 
 
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
@@ -66,6 +52,8 @@ class HorovodCarrier(Carrier):
         optimizer: optimizer with the attributes that Horovod's constructor has set.
     """
 
+    stock = STOCK
+
     def __init__(self, optimizer: _DistributedOptimizer) -> None:
         settings = ReduceSettings(
             optimizer.op == hvd.Average, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense
@@ -73,7 +61,7 @@ class HorovodCarrier(Carrier):
         number, passes = optimizer.process_set.process_set_id, optimizer.backward_passes_per_step
         super().__init__(optimizer._parameter_names, settings, f"process set {number}", number, passes)
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
-        self.stock = StockHorovod(optimizer)
+        self._optimizer = weakref.ref(optimizer)
 
     def collectives(self, tag: str) -> Collectives:
         return HorovodCollectives(self.process_set, tag)
@@ -127,39 +115,22 @@ class HorovodCarrier(Carrier):
         else:
             p.grad.set_(update)  # type: ignore[call-overload]
 
-
-class StockHorovod(Stock):
-    """Horovod's own allreduce of each gradient.
-
-    Args:
-        optimizer: optimizer with Horovod's attributes, which owns this.
-    """
-
-    name = STOCK
-
-    def __init__(self, optimizer: _DistributedOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
     @property
-    def on_gloo(self) -> bool:
+    def stock_on_gloo(self) -> bool:
         return bool(hvd.gloo_enabled())
 
-    def start(self, p: Parameter) -> Result:
-        optimizer = self._optimizer()
-        handle, context = _DistributedOptimizer._allreduce_grad_async(optimizer, p)
-        return partial(_taken, self._optimizer, p, handle, context)
+    def start_stock(self, p: Parameter) -> Result:
+        handle, context = _DistributedOptimizer._allreduce_grad_async(self._optimizer(), p)
+        return partial(self._taken, p, handle, context)
 
-
-def _taken(
-    reference: weakref.ref[Any], p: Parameter, handle: int | Callable[[], torch.Tensor], context: object
-) -> torch.Tensor:
-    """Wait for an allreduce with a deadline; Horovod's own wait for a stopped rank never ends."""
-    optimizer = reference()  # alive, as it owns the caller
-    assert optimizer is not None
-    if callable(handle):
-        result = handle()
-    else:
-        pending = Pending(handle, p, f"allreduce.{optimizer._parameter_names[p]}")
-        result = optimizer._dgc.exchange.collectives.wait(pending)
-    found: torch.Tensor = optimizer._compression.decompress(result, context)
-    return found
+    def _taken(self, p: Parameter, handle: int | Callable[[], torch.Tensor], context: object) -> torch.Tensor:
+        """Wait for an allreduce with a deadline; Horovod's own wait for a stopped rank never ends."""
+        optimizer: Any = self._optimizer()
+        assert optimizer is not None  # it owns the session
+        if callable(handle):
+            result = handle()
+        else:
+            pending = Pending(handle, p, f"allreduce.{self.names[p]}")
+            result = optimizer._dgc.exchange.collectives.wait(pending)
+        found: torch.Tensor = optimizer._compression.decompress(result, context)
+        return found

@@ -19,14 +19,14 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
-from dgc_horovod.torch.clipping.norms import limit_averages
+from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
-from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier, check_arguments
+from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
@@ -149,6 +149,17 @@ def _comparing(process_set: hvd.ProcessSet) -> HorovodCollectives | None:
     """Return a transport to compare choices; None under Elastic: there a newcomer wraps while others wait in sync."""
     compares = process_set.included() and not envvars.horovod_elastic()
     return HorovodCollectives(process_set, "choice") if compares else None
+
+
+def check_arguments(op: int, predivide: float, passes: int) -> None:
+    """Raise ConfigError or UnsupportedUse for arguments that compression does not support."""
+    if op not in (hvd.Average, hvd.Sum):
+        raise UnsupportedUse(
+            "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
+            "compression=Compression.none, under dgcrun --compression none"
+        )
+    check_predivide(predivide, op == hvd.Average)
+    check_whole("backward_passes_per_step", passes, 1)
 
 
 def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:

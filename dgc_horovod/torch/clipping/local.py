@@ -2,7 +2,8 @@
 
 The limit is ``clip_norm``, or comes from the script: its calls of ``clip_grad_norm_`` and ``clip_grad_value_`` are
 observed by `calls` and recorded here. Such a call comes after the gradients have been taken, so it applies to the next
-step, in which it is renewed or ends.
+step, in which it is renewed or ends. Norms are here too, with clipping of gradients that the framework's own exchange
+has averaged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +23,10 @@ from dgc_horovod.config import clip_limit
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.clipping.norms import finite_norm, total_norm
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, Pending
 
 MOST = 16  # number of norms in a message to all ranks
+_UNCUT = 1.0, math.inf
 ELEMENTS = math.nan  # stands for the order of a norm: each element is limited separately
 
 
@@ -91,8 +93,7 @@ class LocalClipping(StatePart):
         self.norms: dict[tuple[object, ...], float] = {}  # norms before clipping in the present step, by a clip's key
         self._noted: dict[tuple[object, ...], Clip] = {}
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # calls in steps of the framework's own exchange
-        self._factors: dict[Parameter, float] = {}
-        self._bounds: dict[Parameter, float] = {}
+        self._cuts: dict[Parameter, tuple[float, float]] = {}  # factor and bound of gradients in the present step
         self._shared: Pending | None = None  # norms on their way to all ranks
         self._number = {p: i for i, p in enumerate(self._all)}  # the same on every rank
 
@@ -105,11 +106,6 @@ class LocalClipping(StatePart):
     def is_of_all(self) -> bool:
         """Whether the only limit is one of the L2 norm of all gradients, so that one factor is enough."""
         return self._whole() is not None and not self.adds_decay
-
-    @property
-    def is_of_updates(self) -> bool:
-        """Whether the script clipped after synchronize() in the last step, where all ranks must see equal norms."""
-        return any(clip.updates for clip in self.clips)
 
     def refuse(self, why: str) -> None:
         """Raise UnsupportedUse with the text `why` for clipping calls of the script from now on."""
@@ -225,7 +221,7 @@ class LocalClipping(StatePart):
         if not in_join:
             given = [] if self.given is None else [self.clips[0]]
             self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
-        for kept in (self._noted, self.norms, self._factors, self._bounds, self._late):
+        for kept in (self._noted, self.norms, self._cuts, self._late):
             kept.clear()
 
     # -- one step
@@ -233,8 +229,7 @@ class LocalClipping(StatePart):
     def of_all(self, squares: float, loss_scale: float) -> float:
         """Return the factor, in (0, 1], of all gradients from their sum of squares; only if `is_of_all`."""
         (whole,) = self.clips
-        self._factors.clear()
-        self._bounds.clear()
+        self._cuts.clear()
         norm = self._own_norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
         return self._factor(whole, norm)
 
@@ -247,27 +242,26 @@ class LocalClipping(StatePart):
 
         Cost: a read of each gradient for each norm that it is part of.
         """
-        self._factors.clear()  # left from a step that a GradScaler has skipped
-        self._bounds.clear()
+        self._cuts.clear()  # left from a step that a GradScaler has skipped
         for clip in self.clips:
-            there = [p for p in clip.parameters if p in gradients]
+            there = [(p, *self._cuts.get(p, _UNCUT)) for p in clip.parameters if p in gradients]
             if math.isnan(clip.p):
                 self.norms[clip.key] = 0.0
-                bound = self._local(clip.limit) * loss_scale
-                self._bounds.update({p: min(bound, self._bounds.get(p, math.inf)) for p in there})
+                limit = self._local(clip.limit) * loss_scale
+                self._cuts.update({p: (factor, min(limit, bound)) for p, factor, bound in there})
                 continue
-            parts = [self._factors.get(p, 1.0) * finite_norm(gradients[p], clip.p) for p in there]
+            parts = [factor * finite_norm(gradients[p], clip.p) for p, factor, _ in there]
             norm = self.norms[clip.key] = total_norm(parts, clip.p) / loss_scale
             if clip is self._whole():
                 self._own_norm = norm
-            factor = self._factor(clip, norm)
-            self._factors.update({p: factor * self._factors.get(p, 1.0) for p in there})
+            own = self._factor(clip, norm)
+            self._cuts.update({p: (own * factor, bound) for p, factor, bound in there})
 
     def clipped(self, p: Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """Return `gradient` of `p` clipped by its factor and bound; the same tensor if there is no limit."""
-        if not (self._factors or self._bounds):
+        if not self._cuts:
             return gradient
-        factor, bound = self._factors.get(p, 1.0), self._bounds.get(p, math.inf)
+        factor, bound = self._cuts.get(p, _UNCUT)
         if factor < 1:
             gradient = gradient * factor
         if bound < math.inf:  # an infinity must stay one
@@ -314,7 +308,7 @@ class LocalClipping(StatePart):
     def abandon(self) -> None:
         """Give up the present step; the script's limits stay, as on other ranks."""
         self._shared = None
-        for kept in (self.norms, self._factors, self._bounds, self._late):
+        for kept in (self.norms, self._cuts, self._late):
             kept.clear()
 
     def _whole(self) -> Clip | None:
@@ -327,3 +321,54 @@ class LocalClipping(StatePart):
     def _factor(self, clip: Clip, norm: float) -> float:
         limit = self._local(clip.limit)
         return limit / norm if norm > limit else 1.0
+
+
+def clip_all(parameters: Iterable[torch.Tensor], limit: float) -> None:
+    """Clip as torch's `clip_grad_norm_`, with sparse gradients too, which that function does not support."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not any(grad.is_sparse for grad in grads):
+        torch.nn.utils.clip_grad_norm_(list(parameters), limit)
+        return
+    norm = total_norm([finite_norm(grad, 2.0) for grad in grads])
+    for grad in grads if norm > limit else []:
+        grad.mul_(limit / norm)
+
+
+def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
+    """Return the p-norm of all elements from the p-norms of the parts."""
+    if not norms:
+        return 0.0
+    if math.isinf(p):
+        return max(norms)
+    return math.fsum(norm**p for norm in norms) ** (1 / p)
+
+
+def finite_norm(gradient: torch.Tensor, p: float) -> float:
+    """Return the p-norm in fp32; elements that are not finite count as zero, as they enter the momentum."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.dtype == torch.float64:  # torch computes no fp32 norm of it
+        gradient = gradient.float()
+    norm = float(torch.linalg.vector_norm(gradient, p, dtype=torch.float32))
+    if math.isfinite(norm):
+        return norm
+    return float(torch.linalg.vector_norm(torch.nan_to_num(gradient.float(), 0.0, 0.0, 0.0), p))
+
+
+def limit_averages(optimizer: torch.optim.Optimizer, limit: float | None) -> None:
+    """Clip gradients that stock Horovod or DDP has averaged, before each step.
+
+    Args:
+        optimizer: optimizer of stock Horovod, or one whose gradients DDP exchanges.
+        limit: limit of the L2 norm of all gradients, > 0; None: no limit.
+    """
+    if limit is not None:
+        optimizer.register_step_pre_hook(partial(_clip, limit))
+
+
+def _clip(limit: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if getattr(optimizer, "_handles", None):  # stock Horovod's step runs the hooks before it waits, and again after
+        return
+    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales the gradients later
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    clip_all(parameters, limit if scale is None else limit * float(scale))

@@ -24,7 +24,7 @@ from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, ReduceSettings
 from dgc_horovod.torch.session.auto import AutoTuned
-from dgc_horovod.torch.session.carrier import Carrier, Stock
+from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
 
@@ -176,12 +176,13 @@ class DataParallelCarrier(GroupCarrier):
         group, names: see `GroupCarrier`.
     """
 
-    exchanges_in_backward = True
+    exchanges_in_backward, stock = True, STOCK
 
     def __init__(self, model: DistributedDataParallel, group: Group, names: Mapping[Parameter, str]) -> None:
         super().__init__(group, names, ReduceSettings(averages=True))
         self._model = weakref.ref(model)
-        self.stock: StockDDP = StockDDP(model)
+        self._own = OwnExchange(model.process_group, halves=False)
+        self._passes = 0  # of DDP's own exchange, backward passes outside of no_sync() in the present step
 
     def deliver(self, session: Session) -> None:
         model = self._model()
@@ -227,11 +228,11 @@ class DataParallelCarrier(GroupCarrier):
         for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             strategy.add_owed(p, gradient)
         if bucket.is_last():
-            self.stock.passes = 1 if session.offered else self.stock.passes + 1  # a GradScaler may have skipped a step
+            self._passes = 1 if session.offered else self._passes + 1  # a GradScaler may have skipped a step
             session.offered = False
             begin = time.perf_counter()
             after_ddp(lambda: strategy.arrived(time.perf_counter() - begin))
-        return self.stock.exchange.carry(bucket)
+        return self._own.carry(bucket)
 
     def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
         """Take updates of frozen parameters out of ``p.grad``, and return them: as with DDP alone, they do not move."""
@@ -254,6 +255,19 @@ class DataParallelCarrier(GroupCarrier):
         others = f" and {len(missing) - _NAMED} others" if len(missing) > _NAMED else ""
         raise UnsupportedUse(UNUSED.format(names=", ".join(missing[:_NAMED]) + others))
 
+    @property
+    def stock_on_gloo(self) -> bool:
+        model: Any = self._model()
+        device = next(model.parameters()).device  # a group may have a backend for each kind of device
+        return bool(model.process_group._get_backend(device).name() == "gloo")
+
+    def stock_accumulates(self) -> bool:
+        passes, self._passes = self._passes, 0
+        return passes != 1  # only DDP's own exchange supports that
+
+    def cleared(self) -> None:
+        self._passes = 0
+
 
 def end_backward(session: Session) -> None:
     """Wait for all exchanges at the end of the backward pass, after DDP has filled every ``p.grad``."""
@@ -264,32 +278,3 @@ def end_backward(session: Session) -> None:
 
 def _brings_nothing(p: Parameter) -> bool:
     return not p.requires_grad or p.grad is None or not p.grad.any()
-
-
-class StockDDP(Stock):
-    """DDP's own exchange.
-
-    Args:
-        model: DistributedDataParallel model.
-
-    Attributes:
-        passes: backward passes outside of no_sync() in the present step.
-    """
-
-    name = STOCK
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._group: Any = model.process_group
-        self._device = next(model.parameters()).device  # a group may have a backend for each kind of device
-        self.exchange, self.passes = OwnExchange(self._group, halves=False), 0
-
-    @property
-    def on_gloo(self) -> bool:
-        return bool(self._group._get_backend(self._device).name() == "gloo")
-
-    def take_accumulates(self) -> bool:
-        passes, self.passes = self.passes, 0
-        return passes != 1  # only DDP's own exchange supports that
-
-    def cleared(self) -> None:
-        self.passes = 0

@@ -17,7 +17,7 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
-from dgc_horovod.torch.clipping.norms import limit_averages
+from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.ddp import models
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.hook import leave_to_ddp

@@ -13,11 +13,9 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED, ResidualState
 from dgc_horovod.torch import state as kept
-from dgc_horovod.torch.clipping.local import Clip
-from dgc_horovod.torch.clipping.norms import clip_all
+from dgc_horovod.torch.clipping.local import Clip, clip_all
 from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.session.carrier import Stock
 from dgc_horovod.torch.session.records import GradientWatch, Result
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.session.strategies import EveryStep
@@ -37,14 +35,13 @@ class AutoTuned(EveryStep):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        assert session.carrier.stock is not None
-        self.own: Stock = session.carrier.stock
         self._waited = 0.0  # seconds, in the present step
         self._owed: dict[Parameter, torch.Tensor] = {}
 
     def started(self) -> None:
         """See `Strategy`."""
-        self.choice = Choice(self.session.exchange, self.own.name, self.own.on_gloo)
+        carrier = self.session.carrier
+        self.choice = Choice(self.session.exchange, carrier.stock, carrier.stock_on_gloo)
 
     # -- a step of the framework's own exchange
 
@@ -55,7 +52,7 @@ class AutoTuned(EveryStep):
         if p.grad is not None and not (p.grad.is_sparse or p.grad.is_contiguous()):
             p.grad = p.grad.contiguous()  # as Horovod needs; gradients in channels_last are not contiguous
         self.add_owed(p, p.grad)
-        return self.own.start(p)
+        return self.session.carrier.start_stock(p)
 
     def add_owed(self, p: Parameter, gradient: torch.Tensor | None) -> None:
         """Add the residual of a dense tensor, the rounding error of its coding, to its next gradient."""
@@ -100,7 +97,7 @@ class AutoTuned(EveryStep):
         with session.as_step():
             if session.carrier.exchanges_in_backward:
                 session.check_not_superseded()
-                self.choice.script_accumulates |= self.own.take_accumulates()
+                self.choice.script_accumulates |= session.carrier.stock_accumulates()
             elif not passes.skips:
                 if passes.synchronized:
                     warnings.warn(SYNCHRONIZED_TWICE, stacklevel=5)
@@ -113,7 +110,7 @@ class AutoTuned(EveryStep):
 
     def clear_gradients(self) -> None:
         """See `EveryStep`."""
-        self.own.cleared()
+        self.session.carrier.cleared()
         super().clear_gradients()
 
     # -- comparison of measurements between ranks

@@ -21,32 +21,6 @@ if TYPE_CHECKING:
     from dgc_horovod.torch.session.session import Session
 
 
-class Stock:
-    """The framework's own exchange, which ``auto`` begins with.
-
-    Attributes:
-        name: name of the exchange, for messages.
-    """
-
-    name: str
-
-    @property
-    def on_gloo(self) -> bool:
-        """Whether it runs over Gloo on a CPU."""
-        raise NotImplementedError
-
-    def start(self, p: Parameter) -> Result:
-        """Start the exchange of ``p.grad``, if the carrier's `exchanges_in_backward` is false."""
-        raise NotImplementedError
-
-    def take_accumulates(self) -> bool:
-        """Return, before a step, whether it has several exchanged gradients, or none; reset the record."""
-        return False
-
-    def cleared(self) -> None:
-        """Record that the script has cleared its gradients."""
-
-
 class Carrier:
     """The ranks of one optimizer, and the delivery of its gradients and updates.
 
@@ -60,7 +34,7 @@ class Carrier:
 
     exchanges_in_backward = False  # whether ``p.grad`` has updates when ``backward`` returns
     elastic = False  # whether the ranks may change during the job
-    stock: Stock | None = None  # the framework's own exchange, if there is one
+    stock = ""  # name of the framework's own exchange, which ``auto`` begins with; "": there is none
 
     def __init__(
         self,
@@ -172,3 +146,21 @@ class Carrier:
 
     def before_step(self, session: Session) -> None:
         """Raise UnsupportedUse for a step that has nothing to apply."""
+
+    # -- the framework's own exchange
+
+    @property
+    def stock_on_gloo(self) -> bool:
+        """Whether it runs over Gloo on a CPU."""
+        raise NotImplementedError
+
+    def start_stock(self, p: Parameter) -> Result:
+        """Start it for ``p.grad``, if `exchanges_in_backward` is false."""
+        raise NotImplementedError
+
+    def stock_accumulates(self) -> bool:
+        """Return, before a step, whether it has exchanged several gradients, or none; reset the record."""
+        return False
+
+    def cleared(self) -> None:
+        """Record that the script has cleared its gradients."""
