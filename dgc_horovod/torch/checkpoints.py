@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.files import AnyPath
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier
@@ -16,7 +16,7 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.session import session_of
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: object) -> None:
+def save_checkpoint(directory: AnyPath, model: Module, optimizer: Optimizer, **extra: object) -> None:
     """Save model, optimizer and every rank's residuals; call it on every rank of the optimizer, between two steps.
 
     Args:
@@ -36,7 +36,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
+    directory: AnyPath, model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
     """Load a checkpoint of ``save_checkpoint``; call it on every rank of the optimizer, for any number of ranks.
 

@@ -16,6 +16,7 @@ import torch
 from horovod.torch.compression import Compression as HorovodCompression
 from horovod.torch.compression import Compressor
 from horovod.torch.optimizer import _DistributedOptimizer
+from torch.optim import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
@@ -28,7 +29,7 @@ from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
 from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
-from dgc_horovod.torch.session.session import session_of
+from dgc_horovod.torch.session.session import Scaler, session_of
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.wrapping import checks
 
@@ -48,7 +49,7 @@ class Compression(Presets):
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: object = HorovodCompression.none,
     backward_passes_per_step: int = 1,
@@ -118,11 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _compressing(
-    optimizer: torch.optim.Optimizer,
-    given: list[tuple[str, torch.Tensor]] | None,
-    config: DGCConfig,
-    grad_scaler: torch.amp.GradScaler | None,
-    **settings: Any,
+    optimizer: Optimizer, given: checks.Named | None, config: DGCConfig, grad_scaler: Scaler, **settings: Any
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
@@ -162,7 +159,7 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
     check_whole("backward_passes_per_step", passes, 1)
 
 
-def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:
+def check_automatic(named: checks.Named) -> None:
     """Raise UnsupportedUse if ``Compression.auto`` cannot choose."""
     if envvars.horovod_elastic():
         raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
@@ -170,9 +167,7 @@ def check_automatic(named: list[tuple[str, torch.Tensor]]) -> None:
         raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
 
 
-def _adopt(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], overrides: type, **settings: Any
-) -> Any:
+def _adopt(optimizer: Optimizer, named: checks.Named, overrides: type, **settings: Any) -> Any:
     """Make a distributed optimizer with the state of `optimizer`, without calling its class's constructor again.
 
     Args:
@@ -194,9 +189,7 @@ def _adopt(
     under_construction = type(user_class.__name__, (quiet,), methods)
     wrapped: Any = object.__new__(under_construction)
     # wrappers of methods on the object (a scheduler's, the script's) stay on the unwrapped optimizer, as in stock
-    kept = {
-        name: x for name, x in optimizer.__dict__.items() if not callable(getattr(torch.optim.Optimizer, name, None))
-    }
+    kept = {name: x for name, x in optimizer.__dict__.items() if not callable(getattr(Optimizer, name, None))}
     wrapped.__dict__.update(kept)
     wrapped.__init__(wrapped.param_groups, named, HorovodCompression.none, **settings)
     wrapped.__class__ = final

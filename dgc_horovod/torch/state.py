@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.files import AnyPath
 from dgc_horovod.session.base import left_of_all
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import MAPPING, NAMED, NUMBER, SWITCH, TEXT, Kind, checked, list_of, optional
@@ -143,11 +143,7 @@ def _is_number(x: object) -> bool:
 
 
 def save(
-    directory: str | os.PathLike[str],
-    model: Module | None,
-    optimizer: Optimizer,
-    extra: dict[str, Any],
-    carrier: Carrier,
+    directory: AnyPath, model: Module | None, optimizer: Optimizer, extra: dict[str, Any], carrier: Carrier
 ) -> None:
     """Save as ``save_checkpoint`` of every adapter; without `model`: the residuals of every rank alone."""
     session, collectives = session_of(optimizer), carrier.patient()
@@ -166,7 +162,7 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str], model: Module | None, optimizer: Optimizer, residuals: str, carrier: Carrier
+    directory: AnyPath, model: Module | None, optimizer: Optimizer, residuals: str, carrier: Carrier
 ) -> dict[str, Any]:
     """Load as ``load_checkpoint`` of every adapter; without `model`: the residuals of every rank alone."""
     session, collectives = session_of(optimizer), carrier.patient()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.files import AnyPath
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
 from dgc_horovod.torch.ddp.carrier import GroupCarrier
@@ -16,7 +16,7 @@ from dgc_horovod.torch.ddp.models import bare, bare_optimizer
 from dgc_horovod.torch.session.session import session_of
 
 
-def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, **extra: object) -> None:
+def save_checkpoint(directory: AnyPath, model: Module, optimizer: Optimizer, **extra: object) -> None:
     """Save model, optimizer and every rank's residuals; call it on every rank of the optimizer, between two steps.
 
     ``dgc_horovod.torch.load_checkpoint`` reads the same files: names are those of the model without DDP.
@@ -37,7 +37,7 @@ def save_checkpoint(directory: str | os.PathLike[str], model: Module, optimizer:
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
+    directory: AnyPath, model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
 ) -> dict[str, Any]:
     """Load a checkpoint of ``save_checkpoint``, also of Horovod's adapter; call it on every rank of the optimizer.
 
@@ -59,7 +59,7 @@ def load_checkpoint(
     return state.load(directory, bare(model), bare_optimizer(optimizer), residuals, carrier_of(optimizer))
 
 
-def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> None:
+def save_residuals(directory: AnyPath, optimizer: Optimizer) -> None:
     """Save only every rank's residuals, in addition to a checkpoint of the script or of another library.
 
     Call it on every rank of the optimizer, between two steps. Save model and ``optimizer.state_dict()`` separately.
@@ -76,9 +76,7 @@ def save_residuals(directory: str | os.PathLike[str], optimizer: Optimizer) -> N
     state.save(directory, None, bare_optimizer(optimizer), {}, carrier_of(optimizer))
 
 
-def load_residuals(
-    directory: str | os.PathLike[str], optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
-) -> None:
+def load_residuals(directory: AnyPath, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED) -> None:
     """Load residuals of `save_residuals`, after the state of model and optimizer; call it on every rank.
 
     Args:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.ddp.hook import has_another
-from dgc_horovod.torch.wrapping.checks import data_parallel_around
+from dgc_horovod.torch.wrapping.checks import Named, data_parallel_around
 
 COMPILED = "_orig_mod"  # name of the inner module of torch.compile
 _WRAPPED = (COMPILED, "_forward_module")  # names of the inner module of torch.compile and of Lightning's Fabric
@@ -90,14 +90,14 @@ def renew_step(optimizer: Any) -> None:
         optimizer.__setstate__({})
 
 
-def named_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+def named_parameters(model: DistributedDataParallel) -> Named:
     """Return the parameters that DDP exchanges, with their names in the model itself, compiled or not."""
     ignored = model.parameters_to_ignore
     found = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
     return [(name.replace(f"{COMPILED}.", ""), p) for name, p in found]
 
 
-def check_same_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]]) -> None:
+def check_same_parameters(optimizer: torch.optim.Optimizer, named: Named) -> None:
     """Raise UnsupportedUse unless DDP exchanges the parameters that `optimizer` trains, and no others."""
     trained = Counter(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     exchanged = {p: name for name, p in named if p.requires_grad}

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
@@ -79,7 +80,7 @@ COMPRESSES = (
 
 def register(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     compression: Any = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
@@ -133,7 +134,7 @@ def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, 
     optimizer._dgc = GroupCarrier(group, _names_of(models.named_parameters(model)), ReduceSettings(averages=True))
 
 
-def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: DGCConfig, group: Group) -> None:
+def _compressed(model: torch.nn.Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
     with checks.alike(_comparing(group)), checks.without_a_choice(may_stay):
         found = models.data_parallel(model)
@@ -152,7 +153,7 @@ def _compressed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = None,
     backward_passes_per_step: int = 1,
@@ -215,11 +216,7 @@ def _comparing(group: Group) -> ProcessGroupCollectives:
 
 
 def _checked(
-    optimizer: torch.optim.Optimizer,
-    named: list[tuple[str, torch.Tensor]],
-    config: DGCConfig,
-    sparse: bool = False,
-    averages: bool = True,
+    optimizer: Optimizer, named: checks.Named, config: DGCConfig, sparse: bool = False, averages: bool = True
 ) -> Kind:
     """Return the parts of the session, or raise an error if the optimizer cannot be compressed, or recorded, here."""
     checks.checked_names(optimizer, named)
@@ -264,6 +261,6 @@ def _undone_on_error(optimizer: Any) -> Iterator[None]:
         raise
 
 
-def _names_of(named: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
+def _names_of(named: checks.Named) -> dict[torch.Tensor, str]:
     """Return names by parameter, in Horovod's order, of which checkpoints have a digest."""
     return {p: name for name, p in sorted(named, key=lambda entry: entry[0])}

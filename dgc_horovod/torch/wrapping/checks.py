@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dgc_horovod import __version__
@@ -18,17 +19,17 @@ from dgc_horovod.config_check import Gatherer, check_agreement, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.session.session import session_of
 
+Named = list[tuple[str, torch.Tensor]]  # parameters with their names
 
-def checked_names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> list[tuple[str, torch.Tensor]]:
+
+def checked_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> Named:
     """Return `named_parameters` as a list, or Horovod's own names for None.
 
     Raises:
         ConfigError: names are repeated or missing.
         UnsupportedUse: the optimizer is already wrapped.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer, "_requires_update") or session_of(optimizer) is not None:  # Horovod's own, or ours
         raise UnsupportedUse(
@@ -109,7 +110,7 @@ def without_a_choice(automatic: bool) -> Iterator[None]:
         raise (NoChoice(str(refused)) if automatic else refused) from None
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> None:
+def check_optimizer(optimizer: Optimizer, sparse_as_dense: bool) -> None:
     """Raise UnsupportedUse for an optimizer, not yet wrapped, whose step() does not work with exchanged gradients."""
     name, step = type(optimizer).__name__, inspect.unwrap(type(optimizer).step)
     if any(base.__module__.startswith(_DISTRIBUTED) for base in type(optimizer).__mro__):
@@ -130,7 +131,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sparse_as_dense: bool) -> 
         )
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, names: Sequence[tuple[str, torch.Tensor]]) -> None:
+def check_parameters(optimizer: Optimizer, names: Named) -> None:
     """Raise UnsupportedUse for a parameter that cannot be exchanged."""
     name_of = {p: name for name, p in names}
     for group in optimizer.param_groups:
@@ -145,7 +146,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, names: Sequence[tuple[str
             raise UnsupportedUse(f"{name!r} {problem}")
 
 
-def check_plain_models(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_plain_models(optimizer: Optimizer, names: Named) -> None:
     """Raise UnsupportedUse if DistributedDataParallel exchanges gradients of the optimizer as well."""
     trained = _trained(optimizer, names)
     for p in data_parallel_around(trained):
@@ -155,7 +156,7 @@ def check_plain_models(optimizer: torch.optim.Optimizer, names: Iterable[tuple[s
         )
 
 
-def _trained(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
+def _trained(optimizer: Optimizer, names: Named) -> dict[torch.Tensor, str]:
     """Return the name of each parameter that requires a gradient."""
     name_of = {p: name for name, p in names}
     return {p: name_of[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
