@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,7 +25,6 @@ from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 
 STOCK = "stock Horovod"
-_log = logging.getLogger("dgc_horovod")
 
 
 def node_process_sets(node_size: int | None = None) -> list[hvd.ProcessSet]:
@@ -104,8 +102,8 @@ class HorovodCarrier(Carrier):
         }
 
     def started(self, session: Session) -> None:
-        if session.speaks and any(needs_host(p) for p in session.parameters.values()):
-            _log.warning("dgc_horovod: %s", WITHOUT_CUDA)
+        if any(needs_host(p) for p in session.parameters.values()):
+            session.tell_once("without CUDA", WITHOUT_CUDA)
 
     def put(self, p: Parameter, update: torch.Tensor, taken: set[int]) -> None:
         """Give ``p.grad`` the memory of the update, as stock Horovod does; it stays the same tensor object."""

@@ -58,11 +58,11 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
     known = 0 < limit < math.inf and (math.isnan(p) or p > 0)  # norms of order p <= 0 are left to torch
     for session in all_alive():
         own = tuple(x for x in parameters if x in session.exchange.names)
+        clip = Clip(own, limit, p, session.passes.synchronized)
         if own:
-            session.strategy.sees_clip(Clip(own, limit, p, session.passes.synchronized), known)
-    for session in live():
-        own = tuple(x for x in left if x in session.exchange.names) if session.is_exchanging else ()
-        norm = _note(session, Clip(own, limit, p, session.passes.synchronized)) if own and known else None
+            session.strategy.sees_clip(clip, known)
+        exchanges = session.is_exchanging and not session.strategy.stock
+        norm = _note(session, clip) if own and known and exchanges else None
         if norm is not None:
             norms.append(norm)
             taken = set(own)

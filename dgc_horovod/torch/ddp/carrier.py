@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod import envvars
 from dgc_horovod.core.nodes import Launched
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import RankMismatch, UnsupportedUse
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
@@ -23,6 +21,7 @@ from dgc_horovod.state import checkpoint
 from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, ReduceSettings
+from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.session import Session
@@ -52,7 +51,6 @@ BROADCAST = (
     "pass broadcast_buffers=False to it, so that each rank keeps its own buffers"
 )
 _NAMED = 5  # parameters in a message
-_log = logging.getLogger("dgc_horovod")
 
 
 class SameDensity:
@@ -63,13 +61,12 @@ class SameDensity:
 
     Args:
         exchange: exchange of the optimizer.
-        collectives: transport of all workers.
 
     Cost: 16 bytes to and from each worker, with a wait, in each step of the warm-up.
     """
 
-    def __init__(self, exchange: OptimizerExchange, collectives: Collectives) -> None:
-        self._exchange, self._collectives = exchange, collectives
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = exchange
         self._looked_at, self._all_are_through = -1, False
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
 
@@ -94,10 +91,10 @@ class SameDensity:
         An alltoall is one trip; Gloo's allgather is a ring of all ranks. It cannot match the allgather of a rank that
         does not check any more, since Gloo distinguishes kinds of collectives: both ranks then wait.
         """
-        workers, epoch = self._collectives.workers, self._exchange.epoch
+        collectives, epoch = self._exchange.collectives, self._exchange.epoch
         own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
-        self._collectives.traffic.count(own.nbytes, (workers - 1) * own.nbytes)
-        told = self._collectives.wait(self._collectives.alltoall(own.repeat(workers), "density"))
+        collectives.traffic.count(own.nbytes, (collectives.workers - 1) * own.nbytes)
+        told = collectives.wait(collectives.alltoall(own.repeat(collectives.workers), "density"))
         firsts: dict[float, str] = {}  # one entry a density, for a short message
         for rank, (theirs, epoch) in enumerate(told.view(-1, 2).tolist()):
             firsts.setdefault(theirs, f"rank {rank} has {theirs:g} in epoch {epoch:.0f}")
@@ -161,7 +158,7 @@ class GroupCarrier(Carrier):
         warmup, exchange = session.config.warmup, session.exchange
         if warmup is not None and warmup.needs_epoch and exchange.collectives.workers > 1:
             if self._density is None:
-                self._density = SameDensity(exchange, exchange.collectives)
+                self._density = SameDensity(exchange)
             self._density.check()
 
 
@@ -191,9 +188,9 @@ class DataParallelCarrier(GroupCarrier):
 
     def started(self, session: Session) -> None:
         model = self._model()
-        if not session.strategy.takes_gradients and model is not None and session.speaks:
+        if not session.strategy.takes_gradients and model is not None:
             if model.broadcast_buffers and any(True for _ in model.buffers()):
-                _log.warning("dgc_horovod: %s", BROADCAST)
+                session.tell_once("buffers", BROADCAST)
 
     def carry(self, session: Session, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Pass the gradients of one bucket of DDP to the strategy.

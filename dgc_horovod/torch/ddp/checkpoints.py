@@ -13,7 +13,7 @@ from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
 from dgc_horovod.torch.ddp.carrier import GroupCarrier
 from dgc_horovod.torch.ddp.models import bare, bare_optimizer
-from dgc_horovod.torch.session.session import session_of
+from dgc_horovod.torch.session.session import Session
 
 
 def save_checkpoint(directory: AnyPath, model: Module, optimizer: Optimizer, **extra: object) -> None:
@@ -96,9 +96,8 @@ def carrier_of(optimizer: Optimizer) -> GroupCarrier:
     Raises:
         UnsupportedUse: the optimizer was not registered.
     """
-    optimizer = bare_optimizer(optimizer)
-    session = session_of(optimizer)
-    found = getattr(optimizer, "_dgc", None) if session is None else session.carrier
+    found = getattr(bare_optimizer(optimizer), "_dgc", None)
+    found = found.carrier if isinstance(found, Session) else found
     if not isinstance(found, GroupCarrier):
         raise UnsupportedUse("pass the optimizer that was passed to register() or DistributedOptimizer()")
     return found

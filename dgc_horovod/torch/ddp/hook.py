@@ -91,11 +91,6 @@ def fall_back_to_ddp(model: DistributedDataParallel) -> None:
         _users[model] = lambda: carrier() or own
 
 
-def has_another(model: DistributedDataParallel) -> bool:
-    """Return whether `model` has a hook that is not ours."""
-    return any(hook is not exchange_hook for hook, _ in model._comm_hooks)
-
-
 # This module has no postponed annotations, as DDP reads those of the hook. The hook is not compiled with backward().
 @torch.compiler.disable
 def exchange_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.torch.ddp.hook import has_another
+from dgc_horovod.torch.ddp.hook import exchange_hook
 from dgc_horovod.torch.wrapping.checks import Named, data_parallel_around
 
 COMPILED = "_orig_mod"  # name of the inner module of torch.compile
@@ -51,7 +51,7 @@ def data_parallel(model: Any) -> DistributedDataParallel:
     for used, what in _OPTIONS:
         if used(found):
             raise UnsupportedUse(f"this DistributedDataParallel has {what}")
-    if has_another(found):
+    if any(hook is not exchange_hook for hook, _ in found._comm_hooks):
         raise UnsupportedUse(
             "this DistributedDataParallel has a communication hook already, but can have only one; remove it"
         )

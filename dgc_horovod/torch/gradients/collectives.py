@@ -265,11 +265,6 @@ class DensePath:
         if len(self._waiting) == len(self.names) and not self.collectives.by_name:
             self._launch_together()
 
-    def launch_all(self, clip: float = 1.0) -> None:
-        """`launch` of every tensor, in one order on all ranks."""
-        for p in self.names:
-            self.launch(p, clip)
-
     @property
     def has_staged(self) -> bool:
         """Whether `launch_staged` has something to do."""

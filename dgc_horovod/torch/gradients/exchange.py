@@ -260,7 +260,8 @@ class GradientExchange(OptimizerExchange):
         """Start the collectives that follow the last bucket."""
         if self._dense_path.names or self._shares_norms:
             self.hand_on(waits=True)
-        self._dense_path.launch_all(clip)
+        for p in self._dense_path.names:  # in one order on all ranks
+            self._dense_path.launch(p, clip)
         self._share_norms()
 
     def _share_norms(self) -> None:

@@ -215,7 +215,8 @@ class ParameterGroups:
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> None:
         groups = optimizer.param_groups
-        self._names, self._optimizer = names, weakref.ref(optimizer)
+        self._names = names
+        self._optimizer: torch.optim.Optimizer = weakref.proxy(optimizer)  # a script may replace its list of groups
         self._frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
         self._count = sum(len(group["params"]) for group in groups)
         # the last known group, also for parameters that are in no group any more
@@ -226,16 +227,9 @@ class ParameterGroups:
     def of(self, p: Parameter) -> Group:
         """Return the group of `p`."""
         if self.changed:
-            self._of |= {p: group for group in self._now for p in group["params"]}
+            self._of |= {p: group for group in self._optimizer.param_groups for p in group["params"]}
             self.changed = False
         return self._of[p]
-
-    @property
-    def _now(self) -> list[Group]:
-        """The present groups; a script may have replaced the list."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer.param_groups
 
     def check_nothing_unfrozen(self, exchanged: Collection[Parameter]) -> None:
         """Check that no parameter frozen at wrapping is trained: it is in no bucket, and replicas would differ.
@@ -246,7 +240,7 @@ class ParameterGroups:
         Raises:
             UnsupportedUse: such a parameter is trained now, or was added since.
         """
-        late, groups = self._frozen, self._now
+        late, groups = self._frozen, self._optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != self._count:
             late = [p for group in groups for p in group["params"] if p not in exchanged]
         for p in late:

@@ -289,16 +289,11 @@ class Session(base.Session[torch.optim.Optimizer]):
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return the optimizer's own state_dict with the strategy's additions."""
-        self._tell_of_residuals()
+        told = self.saves_residuals or self.carrier.elastic or RESIDUALS_NOT_SAVED in self.told or not self.speaks
+        if not told and self._keeps_any():
+            self.tell_once(RESIDUALS_NOT_SAVED, RESIDUALS_NOT_SAVED)
         self.update.prepare(self.optimizer, self.exchange)
         return self.strategy.extend(self.own("state_dict")(*args, **kwargs))
-
-    def _tell_of_residuals(self) -> None:
-        """Warn once that ``state_dict()`` has no residuals, if there are some that are not saved in another way."""
-        if self.saves_residuals or self.carrier.elastic or RESIDUALS_NOT_SAVED in self.told or not self.speaks:
-            return
-        if self._keeps_any():
-            self.tell_once(RESIDUALS_NOT_SAVED, RESIDUALS_NOT_SAVED)
 
     def _keeps_any(self) -> bool:
         return any(x.any() for kept in self.exchange.state_arrays().values() for x in kept.values())
@@ -310,9 +305,8 @@ class Session(base.Session[torch.optim.Optimizer]):
                 "load_state_dict() between backward() and step(): gradients are being exchanged; call it after step()"
             )
         own, added = self.strategy.split(state_dict)
-        if self.loaded and self.carrier.exchanges_in_backward:
-            if self._keeps_any():
-                self.tell_once("loaded twice", LOADED_TWICE)
+        if self.loaded and self.carrier.exchanges_in_backward and self._keeps_any():
+            self.tell_once("loaded twice", LOADED_TWICE)
         self.passes.begin_anew()
         self.own("load_state_dict")(own, *args, **kwargs)
         self.forget()
