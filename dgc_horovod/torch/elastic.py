@@ -24,9 +24,8 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, going_back
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.torch.horovod_carrier import HorovodCarrier
+from dgc_horovod.torch.horovod_carrier import HorovodCarrier, HorovodCollectives
 from dgc_horovod.torch.session.session import Session, session_of
-from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
 

@@ -22,11 +22,10 @@ from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED
 from dgc_horovod.torch.gradients.scaling import SeenScaler
-from dgc_horovod.torch.horovod_carrier import HorovodCarrier
+from dgc_horovod.torch.horovod_carrier import HorovodCarrier, HorovodCollectives
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Session, all_alive, live
-from dgc_horovod.torch.transport import HorovodCollectives
 
 _log = logging.getLogger("dgc_horovod")
 _PAUSE = 1e-3  # seconds between two polls, as long as Horovod's cycle

@@ -27,10 +27,9 @@ from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
-from dgc_horovod.torch.horovod_carrier import STOCK, HorovodCarrier
+from dgc_horovod.torch.horovod_carrier import STOCK, WITHOUT_CUDA, HorovodCarrier, HorovodCollectives, needs_host
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import Scaler, session_of
-from dgc_horovod.torch.transport import WITHOUT_CUDA, HorovodCollectives, needs_host
 from dgc_horovod.torch.wrapping import checks
 
 

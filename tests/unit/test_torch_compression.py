@@ -19,7 +19,7 @@ from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.compression import PRESETS, config_of
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch.transport import HorovodCollectives
+from dgc_horovod.torch.horovod_carrier import HorovodCollectives
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 

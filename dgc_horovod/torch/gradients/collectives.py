@@ -30,7 +30,7 @@ class Pending:
         handle: handle of the transport; None with one worker.
         result: result of the collective, if there is no handle, or if the transport writes to this tensor.
         name: full name of the collective.
-        home: tensor that gets the result, if a copy on the host was sent; else None.
+        home: tensor that gets a result of its size, if a copy on the host was sent; else None.
         factor: factor of the result, for a transport that has none.
     """
 
@@ -138,7 +138,8 @@ class Collectives(ABC):
             result = self._result(pending)
             if pending.factor != 1:
                 result.mul_(pending.factor)
-        return result if pending.home is None else pending.home.copy_(result)
+        home = pending.home
+        return result if home is None or home.numel() != result.numel() else home.copy_(result)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer, transport
+from dgc_horovod.torch import Compression, DistributedOptimizer, horovod_carrier
 from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train
 
@@ -169,7 +169,7 @@ def through_host_memory() -> dict[str, Any]:
             asked.append(x)
             return name == "by the host"
 
-        with mock.patch.object(transport, "needs_host", needed):
+        with mock.patch.object(horovod_carrier, "needs_host", needed):
             train(model, optimizer, 3)
             if hvd.rank() == 1:  # the others' weights come back by broadcasts
                 with torch.no_grad():

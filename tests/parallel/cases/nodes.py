@@ -16,7 +16,7 @@ from torch import nn
 
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, node_process_sets, save_checkpoint
-from dgc_horovod.torch.transport import HorovodCollectives
+from dgc_horovod.torch.horovod_carrier import HorovodCollectives
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights

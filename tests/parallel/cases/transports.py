@@ -7,7 +7,7 @@ import time
 import horovod.torch as hvd
 import torch
 
-from dgc_horovod.torch.transport import HorovodCollectives
+from dgc_horovod.torch.horovod_carrier import HorovodCollectives
 from tests.helpers.errors import error_of
 from tests.helpers.transports import checked, started
 
