@@ -138,7 +138,7 @@ class Collectives(ABC):
             result = self._result(pending)
             if pending.factor != 1:
                 result.mul_(pending.factor)
-        home = pending.home
+        home = pending.home  # the result of an allgather is larger, and stays on the host
         return result if home is None or home.numel() != result.numel() else home.copy_(result)
 
 
