@@ -21,7 +21,7 @@ def test_of_several_calls_of_a_step_the_least_limit_holds(p, limits):
     made.step_ends()
     assert [clip.limit for clip in made.clips] == [1.0]
     for limit in limits:
-        made.note_uncompressed(Clip(weights, 2 * limit, p))
+        made.keep(Clip(weights, 2 * limit, p))
     made.uncompressed_step_ends()
     made.goes_on()
     assert [clip.limit for clip in made.clips] == [2.0]
@@ -31,7 +31,7 @@ def test_a_limit_of_uncompressed_steps_may_rise():
     weights = (torch.zeros(1),)
     made = LocalClipping(None, weights, workers=2, averages=True)
     for limit in (1.0, 3.0):
-        made.note_uncompressed(Clip(weights, limit))
+        made.keep(Clip(weights, limit))
         made.uncompressed_step_ends()
     made.goes_on()
     assert [clip.limit for clip in made.clips] == [3.0]

@@ -94,7 +94,7 @@ def _cut(session: Session, clip: Clip) -> float:
 
 def cut_late(session: Session) -> None:
     """Clip the updates of a step if the script's first call came after its gradients had been taken."""
-    for clip in session.exchange.clipping.take_late():
+    for clip in session.exchange.clipping.late:
         _cut(session, clip)
 
 

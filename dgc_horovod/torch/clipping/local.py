@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -52,24 +51,6 @@ class Clip:
         return (math.isnan(self.p), *map(id, self.parameters))
 
 
-def records_of(clips: Iterable[Clip], names: Mapping[Parameter, str]) -> list[list[Any]]:
-    """Return `clips` as plain values: names of the parameters, limit, order of the norm or None, `Clip.updates`."""
-    return [
-        [[names[p] for p in clip.parameters], clip.limit, None if math.isnan(clip.p) else clip.p, clip.updates]
-        for clip in clips
-    ]
-
-
-def clips_of(records: Iterable[Sequence[Any]], names: Mapping[Parameter, str]) -> list[Clip]:
-    """Restore the clips from `records_of`, without parameters that do not exist any more."""
-    of_name, found = {name: p for p, name in names.items()}, []
-    for of, limit, p, updates in records:
-        parameters = tuple(of_name[name] for name in of if name in of_name)
-        if parameters and 0 < limit < math.inf:
-            found.append(Clip(parameters, float(limit), ELEMENTS if p is None else float(p), updates))
-    return found
-
-
 class LocalClipping(StatePart):
     """The limits of one optimizer's gradients on this rank.
 
@@ -89,7 +70,7 @@ class LocalClipping(StatePart):
         self._refusal = ""
         self.adds_decay = False  # whether weight decay is added to a gradient; as in stock, the decay is not clipped
         self._own_norm = 0.0  # of this rank's gradients in the present step
-        self._late: list[Clip] = []  # first calls that came before the updates were there
+        self.late: list[Clip] = []  # first calls in this step that came before the updates were there
         self.norms: dict[tuple[object, ...], float] = {}  # norms before clipping in the present step, by a clip's key
         self._noted: dict[tuple[object, ...], Clip] = {}
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # calls in steps of the framework's own exchange
@@ -123,15 +104,18 @@ class LocalClipping(StatePart):
         if self.given is not None and not math.isnan(clip.p):
             held = self._noted[self.clips[0].key] = dataclasses.replace(self.clips[0], updates=clip.updates)
             return self._norm_before(held)
-        self._keep(clip)
+        self.keep(clip)
         if any(held.key == clip.key and held.limit < math.inf for held in self.clips):
             return self._norm_before(clip)
         if not clip.updates:
-            self._late.append(clip)
+            self.late.append(clip)
         return None
 
-    def _keep(self, clip: Clip) -> None:
-        """Record a call of this step; the least limit of several applies, as scripts measure norms with a large one."""
+    def keep(self, clip: Clip) -> None:
+        """Record a call of this step, compressed or not, for later steps.
+
+        The least limit of several applies, as scripts measure norms with a large one.
+        """
         before = self._noted.get(clip.key, clip)
         if before.p != clip.p and not math.isnan(clip.p):  # of another norm: the last one applies
             before = clip
@@ -174,15 +158,12 @@ class LocalClipping(StatePart):
             return None
         return self._local(noted.limit), self._factor(noted, self._own_norm)
 
-    def goes_on(self, asked: Iterable[Clip] = (), first: bool = False) -> None:
+    def goes_on(self, asked: Iterable[Clip] = ()) -> None:
         """End the measurement of the first step: u and v hold gradients of earlier steps.
 
         Args:
             asked: more limits that apply from now on, beside the present ones and those of uncompressed steps.
-            first: whether no rank has made a step: the next step is the first, and nothing changes.
         """
-        if first:
-            return
         held = (*self.clips, *asked, *self._uncompressed.values())
         self._uncompressed.clear()
         if not self._refusal:
@@ -190,26 +171,29 @@ class LocalClipping(StatePart):
             self.clips = tuple({clip.key: clip for clip in given if clip.limit < math.inf}.values())
 
     def put(self, state: ResidualState) -> None:
-        """See `StatePart`: saves the script's limits of the next step."""
-        asked = [clip for clip in self.clips[self.given is not None :] if clip.limit < math.inf]
-        state.clips = records_of(asked, self._names)
+        """See `StatePart`: saves the script's limits of the next step.
+
+        Each is a list: names of the parameters, limit, order of the norm or None, `Clip.updates`.
+        """
+        state.clips = []
+        for clip in self.clips[self.given is not None :]:
+            if clip.limit < math.inf:
+                names, p = [self._names[x] for x in clip.parameters], None if math.isnan(clip.p) else clip.p
+                state.clips.append([names, clip.limit, p, clip.updates])
 
     def resume(self, state: ResidualState) -> None:
-        """See `StatePart`."""
-        self.goes_on(clips_of(state.clips, self._names), first=not state.step)
-
-    def note_uncompressed(self, clip: Clip) -> None:
-        """Record a clipping call in a step of the framework's own exchange, for the begin of compression."""
-        self._keep(clip)
+        """See `StatePart`; parameters that do not exist any more are left out."""
+        of_name, asked = {name: p for p, name in self._names.items()}, []
+        for names, limit, p, updates in state.clips:
+            parameters = tuple(of_name[name] for name in names if name in of_name)
+            if parameters and 0 < limit < math.inf:
+                asked.append(Clip(parameters, float(limit), ELEMENTS if p is None else float(p), updates))
+        if state.step:  # else the next step is the first
+            self.goes_on(asked)
 
     def uncompressed_step_ends(self) -> None:
         """End an uncompressed step: its clipping calls apply if the next step is compressed."""
         self._uncompressed, self._noted = self._noted, {}
-
-    def take_late(self) -> list[Clip]:
-        """Return and clear the calls that came after the gradients of this step had been taken."""
-        late, self._late = self._late, []
-        return late
 
     def step_ends(self, in_join: bool = False) -> None:
         """End the step: its recorded calls apply in the next step.
@@ -221,7 +205,7 @@ class LocalClipping(StatePart):
         if not in_join:
             given = [] if self.given is None else [self.clips[0]]
             self.clips = tuple({clip.key: clip for clip in (*given, *self._noted.values())}.values())
-        for kept in (self._noted, self.norms, self._cuts, self._late):
+        for kept in (self._noted, self.norms, self._cuts, self.late):
             kept.clear()
 
     # -- one step
@@ -308,7 +292,7 @@ class LocalClipping(StatePart):
     def abandon(self) -> None:
         """Give up the present step; the script's limits stay, as on other ranks."""
         self._shared = None
-        for kept in (self.norms, self._cuts, self._late):
+        for kept in (self.norms, self._cuts, self.late):
             kept.clear()
 
     def _whole(self) -> Clip | None:

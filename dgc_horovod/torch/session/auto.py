@@ -207,7 +207,7 @@ class AutoTuned(EveryStep):
         if not self.choice.trial.ended:
             self.choice.script_clips = True
         if self.stock and known:
-            self.session.exchange.clipping.note_uncompressed(clip)
+            self.session.exchange.clipping.keep(clip)
 
 
 def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
