@@ -90,14 +90,7 @@ class Strategy(StatePart, Generic[Owner, Tensor]):
     """
 
     def __init__(self, session: Owner) -> None:
-        self._session = weakref.ref(session)  # the owner; without a cycle, memory is freed at once
-
-    @property
-    def session(self) -> Owner:
-        """The session that has this strategy."""
-        found = self._session()
-        assert found is not None
-        return found
+        self.session: Owner = weakref.proxy(session)  # the owner; without a cycle, memory is freed at once
 
     @property
     def apart(self) -> bool:

@@ -168,10 +168,6 @@ class OutsideOverrides:
         """Return an empty dict."""
         return {}
 
-    def compression_stats(self) -> dict[str, Any]:
-        """Return an empty dict."""
-        return {}
-
     def load_residual_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
 
@@ -179,6 +175,7 @@ class OutsideOverrides:
         """Do nothing."""
 
     exchange = clear_residuals = flush = synchronize
+    compression_stats = residual_state_dict
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
