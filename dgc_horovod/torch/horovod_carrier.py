@@ -146,7 +146,7 @@ class HorovodCarrier(Carrier):
         number, passes = optimizer.process_set.process_set_id, optimizer.backward_passes_per_step
         super().__init__(optimizer._parameter_names, settings, f"process set {number}", number, passes)
         self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Any = weakref.proxy(optimizer)  # it owns the session
 
     def collectives(self, tag: str) -> Collectives:
         return HorovodCollectives(self.process_set, tag)
@@ -205,17 +205,15 @@ class HorovodCarrier(Carrier):
         return bool(hvd.gloo_enabled())
 
     def start_stock(self, p: Parameter) -> Result:
-        handle, context = _DistributedOptimizer._allreduce_grad_async(self._optimizer(), p)
+        handle, context = _DistributedOptimizer._allreduce_grad_async(self._optimizer, p)
         return partial(self._taken, p, handle, context)
 
     def _taken(self, p: Parameter, handle: int | Callable[[], torch.Tensor], context: object) -> torch.Tensor:
         """Wait for an allreduce with a deadline; Horovod's own wait for a stopped rank never ends."""
-        optimizer: Any = self._optimizer()
-        assert optimizer is not None  # it owns the session
         if callable(handle):
             result = handle()
         else:
             pending = Pending(handle, p, f"allreduce.{self.names[p]}")
-            result = optimizer._dgc.exchange.collectives.wait(pending)
-        found: torch.Tensor = optimizer._compression.decompress(result, context)
+            result = self._optimizer._dgc.exchange.collectives.wait(pending)
+        found: torch.Tensor = self._optimizer._compression.decompress(result, context)
         return found
