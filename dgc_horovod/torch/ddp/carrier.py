@@ -26,6 +26,7 @@ from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
+from dgc_horovod.torch.wrapping.checks import Named
 
 STOCK = "DDP"
 ACCUMULATED = (
@@ -111,12 +112,13 @@ class GroupCarrier(Carrier):
 
     Args:
         group: connections of the group.
-        names, settings, passes_per_step: see `Carrier`.
+        named: parameters of the optimizer with their names.
+        settings, passes_per_step: see `Carrier`.
     """
 
-    def __init__(
-        self, group: Group, names: Mapping[Parameter, str], settings: ReduceSettings, passes_per_step: int = 1
-    ) -> None:
+    def __init__(self, group: Group, named: Named, settings: ReduceSettings, passes_per_step: int = 1) -> None:
+        # in Horovod's order, of which checkpoints have a digest
+        names = {p: name for name, p in sorted(named, key=lambda entry: entry[0])}
         ranks = group.ranks  # numbered as Horovod's process sets, if they are not all
         number = 0 if len(ranks) == dist.get_world_size() else 1 + ranks[0]
         super().__init__(names, settings, f"process group {ranks}", number, passes_per_step)
@@ -170,13 +172,13 @@ class DataParallelCarrier(GroupCarrier):
 
     Args:
         model: DistributedDataParallel model.
-        group, names: see `GroupCarrier`.
+        group, named: see `GroupCarrier`.
     """
 
     exchanges_in_backward, stock = True, STOCK
 
-    def __init__(self, model: DistributedDataParallel, group: Group, names: Mapping[Parameter, str]) -> None:
-        super().__init__(group, names, ReduceSettings(averages=True))
+    def __init__(self, model: DistributedDataParallel, group: Group, named: Named) -> None:
+        super().__init__(group, named, ReduceSettings(averages=True))
         self._model = weakref.ref(model)
         self._own = OwnExchange(model.process_group, halves=False)
         self._passes = 0  # of DDP's own exchange, backward passes outside of no_sync() in the present step

@@ -131,7 +131,7 @@ def register(
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave the exchange of `optimizer` to DDP; add only the data for checkpoints."""
     leave_to_ddp(model, halves)
-    optimizer._dgc = GroupCarrier(group, _names_of(models.named_parameters(model)), ReduceSettings(averages=True))
+    optimizer._dgc = GroupCarrier(group, models.named_parameters(model), ReduceSettings(averages=True))
 
 
 def _compressed(model: torch.nn.Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
@@ -148,7 +148,7 @@ def _compressed(model: torch.nn.Module, optimizer: Optimizer, config: DGCConfig,
         kind = _checked(optimizer, named, config)
     scaler = SeenScaler()
     watch_scalers()
-    carrier = DataParallelCarrier(found, group, _names_of(named))
+    carrier = DataParallelCarrier(found, group, named)
     _take_over(optimizer, carrier, kind, scaler)
 
 
@@ -195,7 +195,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         checks.check_plain_models(optimizer, named)
         kind = _checked(optimizer, named, config, sparse_as_dense, average)
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
-    carrier = GroupCarrier(group, _names_of(named), settings, backward_passes_per_step)
+    carrier = GroupCarrier(group, named, settings, backward_passes_per_step)
     _take_over(optimizer, carrier, kind, grad_scaler)
     return optimizer
 
@@ -259,8 +259,3 @@ def _undone_on_error(optimizer: Any) -> Iterator[None]:
         vars(optimizer).clear()
         vars(optimizer).update(before)
         raise
-
-
-def _names_of(named: checks.Named) -> dict[torch.Tensor, str]:
-    """Return names by parameter, in Horovod's order, of which checkpoints have a digest."""
-    return {p: name for name, p in sorted(named, key=lambda entry: entry[0])}

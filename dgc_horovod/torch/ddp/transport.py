@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dgc_horovod import envvars
-from dgc_horovod.config_check import cut
 from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
 from dgc_horovod.torch.gradients.collectives import UNSCALED, Collectives, Pending, Scales, Start
@@ -133,7 +131,7 @@ class ProcessGroupCollectives(Collectives):
     """
 
     failures = (LostRank,)
-    by_name = False
+    by_name, pads = False, True
 
     def __init__(self, group: Group, tag: str, timeout: float | None = None) -> None:
         super().__init__(group.rank, len(group.ranks), tag, timeout)
@@ -167,15 +165,6 @@ class ProcessGroupCollectives(Collectives):
 
     def stages(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
-
-    def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
-        """See `Collectives`; all data are padded to the longest."""
-        sizes = self.wait(self.allgather(torch.tensor([len(data)]), f"{name}.lengths")).tolist()
-        longest = max(1, *sizes)
-        own = np.zeros(longest, np.uint8)
-        own[: len(data)] = np.frombuffer(data, np.uint8)
-        found = self.wait(self.allgather(torch.from_numpy(own), name)).numpy().tobytes()
-        return [part[:size] for part, size in zip(cut(found, [longest] * len(sizes)), sizes, strict=True)]
 
     def meet(self, name: str) -> None:
         """See `Collectives`: two collectives of different sizes would end a process. Gloo distinguishes kinds, and

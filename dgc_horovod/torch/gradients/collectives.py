@@ -61,6 +61,7 @@ class Collectives(ABC):
     # Whether collectives match by name, for any order of starts, and the transport fuses small ones. If not, every rank
     # must start the same collectives in the same order.
     by_name = True
+    pads = False  # whether the buffers of an allgather must have one size
 
     def __init__(self, rank: int, workers: int, tag: str, timeout: float | None = None) -> None:
         self.rank, self.workers, self.tag = rank, workers, tag
@@ -104,10 +105,13 @@ class Collectives(ABC):
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """Gather the `data` of every rank, of any length, in rank order. Blocks; two collectives."""
-        own = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         lengths = torch.tensor([len(data)], dtype=torch.int64)
         sizes = self.wait(self.allgather(lengths, f"{name}.lengths")).tolist()
-        return cut(self.wait(self.allgather(own, name)).numpy().tobytes(), sizes)
+        own = np.zeros(max(1, *sizes) if self.pads else len(data), np.uint8)
+        own[: len(data)] = np.frombuffer(data, np.uint8)
+        found = self.wait(self.allgather(torch.from_numpy(own), name)).numpy().tobytes()
+        parts = cut(found, [own.size] * len(sizes) if self.pads else sizes)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def meet(self, name: str) -> None:  # noqa: B027 - nothing by default
         """Wait for every rank before collectives that one rank may call alone, if collectives match by order."""
