@@ -90,7 +90,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ConfigError("the second argument is named_parameters; pass the compression as compression=...")
     config = config_of(compression)
     given = list(named_parameters) if named_parameters is not None else None  # it may be a generator
-
     settings: dict[str, Any] = {
         "backward_passes_per_step": backward_passes_per_step,
         "op": op,
