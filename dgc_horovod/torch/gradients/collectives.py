@@ -263,9 +263,7 @@ class DensePath:
             gradient = gradient + torch.from_numpy(residual).view(p.shape).to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
-        if self.collectives.by_name and not self.collectives.stages(
-            gradient
-        ):  # else it would hold up the backward pass
+        if self.collectives.by_name and not self.collectives.stages(gradient):  # else it holds up the backward pass
             self._pending[p] = self._reduced(gradient, self.names[p])
             return
         self._waiting[p] = gradient
