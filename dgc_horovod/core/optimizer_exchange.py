@@ -337,12 +337,6 @@ class OptimizerExchange:
             engine, i = self.place[name]
             engine.state.fade(i, factor)
 
-    def drop_momentum(self, name: str) -> None:
-        """Set this rank's momentum u of a tensor to zero; the residual stays."""
-        if name in self.place:
-            engine, i = self.place[name]
-            engine.state.write(i, {part: x for part, x in engine.state.read(i).items() if part != MOMENTUM})
-
     def keep(self, name: str, arrays: Arrays, first: int = 0) -> None:
         """Set this rank's part of a tensor's state.
 

@@ -17,6 +17,7 @@ from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.exchange.contract import ALL, INSIDE, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
+from dgc_horovod.state.residual_state import MOMENTUM
 from dgc_horovod.torch.clipping.local import LocalClipping
 from dgc_horovod.torch.gradients import memory
 from dgc_horovod.torch.gradients.collectives import (
@@ -371,6 +372,12 @@ class GradientExchange(OptimizerExchange):
         self._taken.clear()
         self._scale_now.forget()
         self._dense_path.clear()
+
+    def drop_momentum(self, name: str) -> None:
+        """Set this rank's momentum u of a tensor to zero; the residual stays."""
+        if name in self.place:
+            engine, i = self.place[name]
+            engine.state.write(i, {part: x for part, x in engine.state.read(i).items() if part != MOMENTUM})
 
     def rollback(self) -> None:
         """See `OptimizerExchange`; it waits for messages that are under way, and they are not handed on."""
