@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,11 @@ class Traffic:
 def ring_received(nbytes: int, workers: int) -> int:
     """Bytes each rank receives in a ring allreduce of `nbytes`: ``2*(N-1)/N`` of them."""
     return 2 * (workers - 1) * nbytes // workers
+
+
+def is_figure(value: object) -> bool:
+    """Whether it is a finite number; a whole one, from a file or another rank, may have thousands of digits."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def size(nbytes: float) -> str:

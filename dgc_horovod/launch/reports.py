@@ -7,7 +7,6 @@ the training knows of it: a rank that is slow, or stuck in a collective, reports
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from dgc_horovod import advice, leaving
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.recording import EVERY, rank_figures
-from dgc_horovod.stats import COUNTERS
+from dgc_horovod.stats import COUNTERS, is_figure
 
 PREFIX = "figures."
 _MOST_A_SECOND = 20  # reports of all ranks together
@@ -41,21 +40,14 @@ def sound(entry: Any, rank: int) -> dict[str, Any] | None:
         entry: JSON that was found under `figures_of(rank)`.
         rank: index of the rank.
     """
-    if not isinstance(entry, dict) or entry.get("rank") != rank or not all(_is_count(entry.get(c)) for c in COUNTERS):
+    if not isinstance(entry, dict) or entry.get("rank") != rank:
         return None
-    host = entry.get("host")
-    more = {name: value for name, value in entry.items() if name.isidentifier() and name.isascii() and _is_real(value)}
+    host, counts = entry.get("host"), [entry.get(name) for name in COUNTERS]
+    if not all(is_figure(count) and count >= 0 for count in counts):
+        return None
+    more = {name: value for name, value in entry.items() if name.isidentifier() and name.isascii() and is_figure(value)}
     named = host if isinstance(host, str) and host.isprintable() else ""
     return {**more, "rank": rank, "host": named, "last": entry.get("last") is True}
-
-
-def _is_real(value: Any) -> bool:
-    """Whether it is a finite number; a whole one may have thousands of digits."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_count(value: Any) -> bool:
-    return _is_real(value) and value >= 0
 
 
 class Reports:

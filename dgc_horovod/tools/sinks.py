@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.recording import MLFLOW, Record, Writer
+from dgc_horovod.stats import is_figure
 
 _PARTS = {"buckets": "bucket", "ranks": "rank"}  # lists in a record, and the name of an entry
 _BATCH = 1000  # metrics that MLflow takes at once
@@ -104,15 +104,11 @@ def _tagged(record: Record) -> dict[str, float]:
 def _numbers(record: Record) -> Iterator[tuple[str, str, str, float]]:
     """Yield every finite number: its name, the kind and number of its part ("" for none), and the value."""
     for name, value in record.items():
-        if _is_number(value):
+        if is_figure(value):
             yield name, "", "", float(value)
     for parts, part in _PARTS.items():
         for i, each in enumerate(record.get(parts, ())):
             number = str(each.get(part, i))  # a rank says which it is
             for name, value in each.items():
-                if _is_number(value) and name != part:
+                if is_figure(value) and name != part:
                     yield name, part, number, float(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -59,11 +59,8 @@ class Run:
 
 def number(record: Mapping[str, Any], name: str, missing: float = 0.0) -> float:
     """Return the number under `name`, `missing` if there is none that is finite."""
-    value = record.get(name)
-    try:
-        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else missing
-    except OverflowError:  # a whole number beyond 1e308
-        return missing
+    value = record.get(name, missing)
+    return float(value) if stats.is_figure(value) else missing
 
 
 def mapping(record: Mapping[str, Any], name: str) -> Record:
