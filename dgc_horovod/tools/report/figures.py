@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dgc_horovod import files, stats
 from dgc_horovod.advice import Straggler
@@ -135,8 +135,7 @@ _SPACE = "\u00a0"  # a space without a line break
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10}  # in bits a second
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """The parts of the time of a step, in seconds; the rest is computing."""
 
     step: float
@@ -150,8 +149,7 @@ class Times:
         return max(0.0, self.step - self.compress - self.decode - self.wait)
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """A step over a link: seconds of dense exchanges, and the seconds that the measured one saves."""
 
     link: str
@@ -169,8 +167,7 @@ def times(now: Record, before: Record | None = None) -> Times | None:
 
 def mean(each: Sequence[Times]) -> Times:
     """Return the mean over ranks."""
-    names = ("step", "compress", "decode", "wait")
-    return Times(*(sum(getattr(times, name) for times in each) / len(each) for name in names))
+    return Times(*(sum(parts) / len(each) for parts in zip(*each, strict=True)))
 
 
 def series(run: Run) -> dict[int, list[tuple[float, Times]]]:
