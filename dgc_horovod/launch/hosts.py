@@ -40,9 +40,8 @@ if not getattr(sys.flags, "safe_path", False): sys.path.pop(0)
 """
 # Run by the job's own interpreter, with the job's environment and folder, on every host.
 _PROBE = f"""{OUTSIDE_FOLDER}
-import importlib.metadata, json, os, platform, socket
-found = dict(hostname=socket.gethostname(), python=sys.executable, folder=os.getcwd())
-found["python_version"] = platform.python_version()
+import importlib.metadata, json, os, platform
+found = dict(python=sys.executable, folder=os.getcwd(), python_version=platform.python_version())
 for name in ("horovod", "torch", "tensorflow", "tensorflow-cpu"):
     try: found[name] = importlib.metadata.version(name)
     except Exception: pass
@@ -66,7 +65,7 @@ class HostReport:
 
     Args:
         host: name of the host, as the job gives it.
-        found: hostname, python, folder, site and the versions of packages there; empty if it did not answer.
+        found: python, folder, site and the versions of packages there; empty if it did not answer.
         problem: reason why the job would not be compressed there, with what to do; "" if it would.
     """
 
