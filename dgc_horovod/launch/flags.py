@@ -19,7 +19,6 @@ from dgc_horovod.launch import config_file
 from dgc_horovod.names import replaced
 from dgc_horovod.settings import OF_METHOD, Setting, as_text
 
-_PREFIX = "dgc_"  # of our entries in the parsed arguments
 # Flags that do something else than start a job; with one of them -np is not needed.
 COMMANDS = {
     "--show-config": "print every setting and where it comes from",
@@ -86,8 +85,8 @@ def parse_for_torch(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[
 
 def _with_ours(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, str]]:
     args.config_file = args.own_config_file
-    given = ((row.name, getattr(args, _PREFIX + row.name)) for row in envvars.SETTABLE)
-    return args, {name: text for name, text in given if text is not None}
+    given = {row.name: getattr(args, row.name) for row in envvars.SETTABLE}
+    return args, {name: text for name, text in given.items() if text is not None}
 
 
 def _take_config_file(args: argparse.Namespace, for_horovod: bool) -> None:
@@ -131,8 +130,8 @@ class _Parser(argparse.ArgumentParser):
         self._words = words
         self.set_defaults(compression_section={})
         ours = self.add_argument_group("compression")
-        method, one_of = _PREFIX + envvars.COMPRESSION.name, ours.add_mutually_exclusive_group()
-        one_of.add_argument("--dgc", dest=method, action="store_const", const="dgc")
+        one_of = ours.add_mutually_exclusive_group()
+        one_of.add_argument("--dgc", dest=envvars.COMPRESSION.name, action="store_const", const="dgc")
         for variable in envvars.SETTABLE:
             _add(one_of if variable is envvars.COMPRESSION else ours, variable)
         for flag in COMMANDS:
@@ -185,7 +184,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add(group: Any, variable: Setting) -> None:
-    dest, flag = _PREFIX + variable.name, variable.flag
+    flag, dest = variable.flag, variable.name
     if variable is envvars.ALLOW_INACTIVE:
         group.add_argument(flag, dest=dest, action="store_const", const="on")
         return
