@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 _SKIPS_KEPT = 20
 PARTS = ("compress_seconds", "decode_seconds", "wait_seconds")  # of "step_seconds"
@@ -68,7 +69,7 @@ def ring_received(nbytes: int, workers: int) -> int:
     return 2 * (workers - 1) * nbytes // workers
 
 
-def is_figure(value: object) -> bool:
+def is_figure(value: object) -> TypeGuard[float]:
     """Whether it is a finite number; a whole one, from a file or another rank, may have thousands of digits."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
