@@ -105,8 +105,13 @@ def spread(values: Sequence[float], form: str) -> str:
     lost = sum(not math.isfinite(value) for value in values)
     if lost or not values:
         return f"{lost} of {len(values)} diverged" if lost else ""
-    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{deviation}"
+    mean, deviation = mean_and_deviation(values)
+    return f"{mean:{form}}" + (f" ± {deviation:{form.lstrip('+')}}" if len(values) > 1 else "")
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """The standard deviation of one value is 0."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def write_into_page(page: Path, marker: str, text: str) -> None:
@@ -130,10 +135,7 @@ def panels(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 
 def label(axes: Any, title: str = "", x: str = "", y: str = "") -> None:
     """Title, names of the two axes where they are given, and a light grid."""
     axes.set_title(title, fontsize=10)
-    if x:
-        axes.set_xlabel(x)
-    if y:
-        axes.set_ylabel(y)
+    axes.set(xlabel=x or axes.get_xlabel(), ylabel=y or axes.get_ylabel())
     axes.grid(alpha=0.3)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.quality import variants as all_of
 from benchmarks.quality.analysis import Outcome, gaps, paired
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
 from benchmarks.quality.tasks import ALL_TASKS
@@ -15,32 +17,22 @@ from benchmarks.quality.variants import (
     ADAM,
     ADAM_DENSE,
     AVERAGED,
-    LATER_AVERAGED,
-    LATER_LOCAL,
     LOCAL,
-    LOCAL_BETAS,
     LOCAL_DENSER,
     LOCAL_GENTLER,
     LOCAL_STEPS,
-    OUTER,
-    POWER_SGD,
     VARIANTS,
 )
-from benchmarks.report import label, markdown, panels, save_figure, spread
+from benchmarks.report import label, markdown, mean_and_deviation, panels, save_figure, spread
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
 LEAST = "AdamW, dgc, 0.1% in 2 bits"
 NOTHING = f"0 runs are in benchmarks/results/{ADAM_KEPT.name} yet."
 LOSS = "loss minus dense AdamW, nats"
 # local variant -> the one without compression, and H
-BESIDE = {
-    **{
-        name: (averaged, steps)
-        for names in (LOCAL, LOCAL_DENSER, LOCAL_GENTLER)
-        for name, averaged, steps in zip(names, AVERAGED, LOCAL_STEPS, strict=False)
-    },
-    **{name: (averaged, 15) for name, averaged in zip(LATER_LOCAL, LATER_AVERAGED, strict=True)},
-}
+_GROUPS = [(names, AVERAGED, LOCAL_STEPS) for names in (LOCAL, LOCAL_DENSER, LOCAL_GENTLER)]
+_GROUPS += [(all_of.LATER_LOCAL, all_of.LATER_AVERAGED, (15,))]
+BESIDE = {name: beside for names, *others in _GROUPS for name, *beside in zip(names, *others, strict=False)}
 
 
 def _of_study(found: Sequence[Outcome]) -> list[Outcome]:
@@ -55,9 +47,9 @@ def to_dense(found: Sequence[Outcome], run: Run, dense: Sequence[str] = (DENSE,)
 
 def table(found: Sequence[Outcome], names: Sequence[str] = (*list(ADAM_DENSE)[1:], *ADAM)) -> str:
     """A line for each number of ranks, length and way to train."""
-    places = [(workers, length, name) for workers in ADAM_WORKERS for length in LENGTHS for name in names]
     lines = []
-    for run in (Run(TASK, name, workers, length=length) for workers, length, name in places):
+    for workers, length, name in itertools.product(ADAM_WORKERS, LENGTHS, names):
+        run = Run(TASK, name, workers, length=length)
         if values := to_dense(found, run):
             better = to_dense(found, run, FIRST_DENSE)
             figures = spread(values, "+.3f"), spread(better, "+.3f"), less(found, run), len(values)
@@ -110,7 +102,7 @@ def larger(local: Sequence[Outcome], adam: Sequence[Outcome]) -> str:
 
 def power_sgd(local: Sequence[Outcome], adam: Sequence[Outcome], workers: int = 4) -> str:
     """Bytes of PowerSGD after its dense steps beside density 1%, in words."""
-    theirs = [each.traffic for each in local if each.run.task == LARGER and each.run.variant in POWER_SGD]
+    theirs = [each.traffic for each in local if each.run.task == LARGER and each.run.variant in all_of.POWER_SGD]
     ours = [each.traffic for each in adam if replace(each.run, seed=0) == Run(LARGER, DGC, workers)]
     if not theirs or not ours:
         return ""
@@ -124,34 +116,37 @@ def power_sgd(local: Sequence[Outcome], adam: Sequence[Outcome], workers: int = 
 
 
 def _places(found: Sequence[Outcome]) -> list[tuple[str, int, float]]:
+    """Task, number of ranks and length of which there are local steps."""
     known = {(each.run.task, each.run.workers, each.run.length) for each in found if each.run.variant in BESIDE}
-    order = [(task, workers, length) for task in ALL_TASKS for workers in WORKERS for length in LENGTHS]
-    return [place for place in order if place in known]
+    return [place for place in itertools.product(ALL_TASKS, WORKERS, LENGTHS) if place in known]
+
+
+def _rows(found: Sequence[Outcome], place: tuple[str, int, float], names: Sequence[str]) -> list[list[Outcome]]:
+    task, workers, length = place
+    return paired(found, *(Run(task, name, workers, length=length) for name in (DENSE, *names)))
+
+
+def _place(run: Run) -> str:
+    return f"{ALL_TASKS[run.task].title}, N = {run.workers}, {run.steps:,} steps"
 
 
 def local_steps(found: Sequence[Outcome]) -> str:
     """A line for each task, number of ranks, length and H of which something was run."""
     lines, found = [], _of_study(found)
-    for task, workers, length in _places(found):
-        for name, (averaged, steps) in BESIDE.items():
-            rows = paired(found, *(Run(task, each, workers, length=length) for each in (DENSE, averaged, name)))
-            if not rows:
-                continue
-            run, config, later = (
-                rows[0][2].run,
-                VARIANTS[name].config(ALL_TASKS[task].settings),
-                VARIANTS[name].dense_steps,
-            )
+    for place, (name, (averaged, steps)) in itertools.product(_places(found), BESIDE.items()):
+        if rows := _rows(found, place, (averaged, name)):
+            run, later = rows[0][2].run, VARIANTS[name].dense_steps
+            config = VARIANTS[name].config(ALL_TASKS[run.task].settings)
             assert config is not None
-            traffic = statistics.mean(row[2].traffic for row in rows)
-            place = f"{ALL_TASKS[task].title}, N = {workers}, {run.steps:,} steps, H = {steps}, {config.density:.1%}"
-            place += f", momentum {config.outer_momentum}" * (name in LOCAL_GENTLER)
-            place += f", after {later} dense steps" * bool(later)
+            title = f"{_place(run)}, H = {steps}, {config.density:.1%}"
+            title += f", momentum {config.outer_momentum}" * (name in LOCAL_GENTLER)
+            title += f", after {later} dense steps" * bool(later)
             losses = [[each.loss for each in row] for row in rows]
             differences = zip(*((b - a, c - a, c - b) for a, b, c in losses), strict=True)
             sent = f"{config.density * (run.steps - later) / steps:.1f}"
+            traffic = statistics.mean(row[2].traffic for row in rows)
             less = f"{1 / steps / traffic:,.0f}×", f"{1 / traffic:,.0f}×"
-            lines.append([place, *(spread(values, "+.3f") for values in differences), len(rows), sent, *less])
+            lines.append([title, *(spread(values, "+.3f") for values in differences), len(rows), sent, *less])
     head = [LOSS, "averaged every H", "compressed", "compressed minus averaged", "seeds", "times an element is sent"]
     return markdown([*head, "fewer bytes an exchange", "fewer bytes a step"], lines)
 
@@ -159,14 +154,12 @@ def local_steps(found: Sequence[Outcome]) -> str:
 def outer_momentum(found: Sequence[Outcome]) -> str:
     """A line for each place of which whole weights were averaged with outer momentum, beside none and beside ours."""
     lines, found = [], _of_study(found)
-    for task, workers, length in _places(found):
-        for steps, averaged, denser in zip(LOCAL_STEPS, AVERAGED, LOCAL_DENSER, strict=True):
-            names = [DENSE, averaged, *(f"{averaged}, {name}" for name in OUTER), denser]
-            rows = paired(found, *(Run(task, name, workers, length=length) for name in names))
-            if rows:
-                differences = zip(*([each.loss - row[0].loss for each in row[1:]] for row in rows), strict=True)
-                place = f"{ALL_TASKS[task].title}, N = {workers}, {rows[0][0].run.steps:,} steps, H = {steps}"
-                lines.append([place, *(spread(values, "+.3f") for values in differences), len(rows)])
+    groups = list(zip(LOCAL_STEPS, AVERAGED, LOCAL_DENSER, strict=True))
+    for place, (steps, averaged, denser) in itertools.product(_places(found), groups):
+        if rows := _rows(found, place, [averaged, *(f"{averaged}, {name}" for name in all_of.OUTER), denser]):
+            differences = zip(*([each.loss - row[0].loss for each in row[1:]] for row in rows), strict=True)
+            title = f"{_place(rows[0][0].run)}, H = {steps}"
+            lines.append([title, *(spread(values, "+.3f") for values in differences), len(rows)])
     head = [LOSS, "averaged every H", "with Nesterov 0.5", "DiLoCo: Nesterov 0.9, rate 0.7"]
     return markdown([*head, "compressed to 6%, Nesterov 0.5", "seeds"], lines)
 
@@ -181,7 +174,7 @@ def blocks(local: Sequence[Outcome], adam: Sequence[Outcome]) -> dict[str, str]:
     by_workers = [(workers, LENGTHS[1]) for workers in ADAM_WORKERS]
     return {
         "adam": table(adam),
-        "adam-local": table(adam, list(LOCAL_BETAS)),
+        "adam-local": table(adam, list(all_of.LOCAL_BETAS)),
         "adam-workers": matrix(adam, (DGC, "AdamW, dgc, 0.3% in 2 bits"), by_workers),
         "adam-lengths": matrix(adam, (DGC, LEAST), [(ADAM_WORKERS[0], length) for length in LENGTHS]),
         "larger": "\n\n".join(filter(None, (larger(local, adam), power_sgd(local, adam)))),
@@ -199,8 +192,7 @@ def draw(found: Sequence[Outcome], file: Path) -> None:
             config = VARIANTS[name].config(ALL_TASKS[TASK].settings)
             values = to_dense(found, Run(TASK, name, workers, length=LENGTHS[1]))
             if config is not None and values and VARIANTS[name].betas == VARIANTS[DENSE].betas:
-                deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-                points.append((100 * config.density, statistics.mean(values), deviation))
+                points.append((100 * config.density, *mean_and_deviation(values)))
         if points:
             axes.errorbar(*zip(*points, strict=True), fmt=f"o{style}", markersize=4, capsize=2, label=f"N = {workers}")
             axes.legend(frameon=False, fontsize=8)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.quality.runs import Results
 from benchmarks.quality.training import Run
@@ -56,10 +58,9 @@ def outcomes(results: Results) -> list[Outcome]:
     """Every run that is kept, in the order of the variants."""
     found = []
     for kept in results.values():
-        loss = math.inf if kept["diverged"] else kept["loss"]
-        accuracy = math.nan if kept["diverged"] else 100 * kept["accuracy"]
-        traffic, selected = kept.get("traffic", 1.0), kept.get("selected", [])
-        found.append(Outcome(Run(**kept["run"]), loss, accuracy, traffic, kept["curve"], selected))
+        last = (math.inf, math.nan) if kept["diverged"] else (kept["loss"], 100 * kept["accuracy"])
+        counts = kept.get("traffic", 1.0), kept["curve"], kept.get("selected", [])
+        found.append(Outcome(Run(**kept["run"]), *last, *counts))
     place = {name: i for i, name in enumerate(VARIANTS)}
     return sorted(found, key=lambda each: (place.get(each.run.variant, len(place)), each.run.seed))
 
@@ -70,29 +71,25 @@ def baseline(variant: str) -> str:
     return f"{family}, dense" if f"{family}, dense" in VARIANTS else "dense"
 
 
-def rows(found: Sequence[Outcome], keep: Callable[[Run], bool]) -> list[Row]:
-    """A row a variant, number of ranks and length, of the runs that `keep` lets through."""
+def rows(found: Sequence[Outcome], keep: Callable[[Run], bool] = lambda run: True, **fields: Any) -> list[Row]:
+    """A row a variant, number of ranks and length, of the runs that `keep` lets through and that have these fields."""
     by_run = {each.run: each for each in found}
-    groups: dict[Run, list[Outcome]] = {}
+    groups: dict[Run, list[Outcome]] = defaultdict(list)
     for each in found:
-        if keep(each.run):
-            groups.setdefault(replace(each.run, seed=0), []).append(each)
+        if keep(each.run) and all(getattr(each.run, name) == value for name, value in fields.items()):
+            groups[replace(each.run, seed=0)].append(each)
     made = []
     for group in groups.values():
         pairs = [(each, by_run.get(replace(each.run, variant=baseline(each.run.variant)))) for each in group]
         gaps = [(each.loss - dense.loss, each.accuracy - dense.accuracy) for each, dense in pairs if dense]
+        columns = ([each.loss for each in group], [each.accuracy for each in group], *_columns(gaps, 2))
         ended = [each.traffic for each in group if math.isfinite(each.loss)]
-        made.append(
-            Row(
-                group[0].run,
-                [each.loss for each in group],
-                [each.accuracy for each in group],
-                [gap[0] for gap in gaps],
-                [gap[1] for gap in gaps],
-                statistics.mean(ended) if ended else math.nan,
-            )
-        )
+        made.append(Row(group[0].run, *columns, statistics.mean(ended) if ended else math.nan))
     return made
+
+
+def _columns(lines: Sequence[Sequence[float]], count: int) -> list[list[float]]:
+    return [[line[i] for line in lines] for i in range(count)]
 
 
 def paired(found: Iterable[Outcome], *runs: Run) -> list[list[Outcome]]:
@@ -109,7 +106,7 @@ def gaps(found: Iterable[Outcome], run: Run, *others: Run) -> list[float]:
 
 def is_clear(values: Sequence[float]) -> bool:
     """Whether the mean of three or more finite values is further from 0 than chance puts it 19 times in 20."""
-    if len(values) < 3:
+    if len(values) < 3 or not all(map(math.isfinite, values)):
         return False
     error = statistics.stdev(values) / math.sqrt(len(values))
     return abs(statistics.mean(values)) > _T[min(len(values) - 1, max(_T))] * error
@@ -128,11 +125,11 @@ class Difference:
     @property
     def diverged(self) -> bool:
         """Whether a run of either did."""
-        return not all(math.isfinite(loss) for loss in self.losses)
+        return not all(map(math.isfinite, self.losses))
 
     @property
     def clear(self) -> bool:
-        """Whether the mean of three or more pairs is further from 0 than chance puts it 19 times in 20 (Student)."""
+        """Whether it is beyond the noise; see `is_clear`."""
         return self.diverged or is_clear(self.losses)
 
     @property
@@ -146,9 +143,8 @@ class Difference:
         return "as published" if statistics.mean(self.losses) < 0 else "**the other way**"
 
 
-def differences(found: Iterable[Outcome], task: str) -> list[Difference]:
+def differences(found: Sequence[Outcome], task: str) -> list[Difference]:
     """Each step of the ablation on a task, over all seeds and numbers of ranks; and all from residual to masking."""
-    found = list(found)
     names = [name for name in list(ABLATION)[1:] if any(each.run.variant == name for each in _short(found, task))]
     steps = [*itertools.pairwise(names), ("+ residual (TopK-SGD)", "+ factor masking")]
     made = [difference(found, task, before, after) for before, after in steps]
@@ -158,18 +154,9 @@ def differences(found: Iterable[Outcome], task: str) -> list[Difference]:
 def difference(found: Iterable[Outcome], task: str, before: str, after: str) -> Difference:
     """The change from `before` to `after` on a task."""
     mine = {each.run: each for each in _short(found, task)}
-    pairs = [
-        (mine[replace(run, variant=before)], each)
-        for run, each in mine.items()
-        if run.variant == after and replace(run, variant=before) in mine
-    ]
-    return Difference(
-        before,
-        after,
-        [b.loss - a.loss for a, b in pairs],
-        [b.accuracy - a.accuracy for a, b in pairs],
-        [b.traffic / a.traffic for a, b in pairs],
-    )
+    pairs = [(mine.get(replace(run, variant=before)), each) for run, each in mine.items() if run.variant == after]
+    changes = [(b.loss - a.loss, b.accuracy - a.accuracy, b.traffic / a.traffic) for a, b in pairs if a]
+    return Difference(before, after, *_columns(changes, 3))
 
 
 def _short(found: Iterable[Outcome], task: str) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,34 +21,25 @@ AUTO_SEED = 700  # the first of its study
 def exchanges(found: Sequence[Outcome], length: float) -> str:
     """Loss of each exchange less that of dense training of the same seed."""
     lines = []
-    for task in TASKS:
-        for workers, node_size in NODES.items():
-            runs = [Run(task, name, workers, length=length) for name in ("dense", "dgc", *_pairs(node_size))]
-            cells = [spread(gaps(found, run, runs[0]), "+.3f") for run in runs[1:]]
-            if any(cells):
-                lines.append([f"{TASKS[task].title}, N = {workers}, nodes of {node_size}", *cells])
-    head = [
-        "loss minus dense, nats",
-        "flat",
-        *(part for name in ("nodes", *SHARDED) for part in (name, "flat, same bytes")),
-    ]
-    return markdown(head, lines)
+    for task, (workers, node_size) in itertools.product(TASKS, NODES.items()):
+        runs = [Run(task, name, workers, length=length) for name in ("dense", "dgc", *_pairs(node_size))]
+        cells = [spread(gaps(found, run, runs[0]), "+.3f") for run in runs[1:]]
+        if any(cells):
+            lines.append([f"{TASKS[task].title}, N = {workers}, nodes of {node_size}", *cells])
+    beside = (part for name in ("nodes", *SHARDED) for part in (name, "flat, same bytes"))
+    return markdown(["loss minus dense, nats", "flat", *beside], lines)
 
 
 def verdicts(found: Sequence[Outcome], length: float) -> str:
     """Each exchange less the flat one of as many bytes, bold where chance puts it so far from 0 once in 20 times."""
     lines = []
-    for task in TASKS:
-        for workers, node_size in NODES.items():
-            names = _pairs(node_size)
-            runs = [Run(task, name, workers, length=length) for name in names]
-            cells = []
-            for run, flat in zip(runs[::2], runs[1::2], strict=True):
-                values = gaps(found, run, flat)
-                clear = all(map(math.isfinite, values)) and is_clear(values)
-                cells.append(f"**{spread(values, '+.3f')}**" if clear else spread(values, "+.3f"))
-            if any(cells):
-                lines.append([f"{TASKS[task].title}, N = {workers}", *cells])
+    for task, (workers, node_size) in itertools.product(TASKS, NODES.items()):
+        runs = [Run(task, name, workers, length=length) for name in _pairs(node_size)]
+        differences = [gaps(found, run, flat) for run, flat in zip(runs[::2], runs[1::2], strict=True)]
+        if any(differences):
+            bold = ["**" if is_clear(values) else "" for values in differences]
+            cells = [f"{b}{spread(values, '+.3f')}{b}" for b, values in zip(bold, differences, strict=True)]
+            lines.append([f"{TASKS[task].title}, N = {workers}", *cells])
     return markdown(["loss minus flat of the same bytes, nats", "nodes", *SHARDED], lines)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from benchmarks.quality.selection import BINS, WIDEST
 from benchmarks.quality.tables import COUNTED, GOALS
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
-from benchmarks.report import IMAGES, label, save_figure
+from benchmarks.report import IMAGES, label, mean_and_deviation, save_figure
 from benchmarks.report import panels as make_panels
 
 COLOURS = {
@@ -56,10 +55,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
     names = [name for name in (*ABLATION, *WITHOUT, *CHOICES) if name != "dense"]
     figure, panels = make_panels(len(TASKS), width=3.6, height=7, sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
-        rows = {
-            (row.run.variant, row.run.workers): row
-            for row in analysis.rows(found, lambda run, task=task: run.task == task)
-        }
+        rows = {(row.run.variant, row.run.workers): row for row in analysis.rows(found, task=task)}
         for workers, colour, shift in zip(WORKERS, ("#0072b2", "#e69f00"), (-0.15, 0.15), strict=True):
             points = []
             for place, name in enumerate(names):
@@ -70,9 +66,8 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
                     text = f"{row.diverged} of {len(row.loss)} diverge"
                     axes.text(0.98, place + 2 * shift, text, color=colour, **right)
                 elif gap:
-                    deviation = statistics.stdev(gap) if len(gap) > 1 else 0.0
-                    points.append((statistics.mean(gap), place + shift, deviation))
-            means, places, deviations = zip(*points, strict=True) if points else ((), (), ())
+                    points.append((place + shift, *mean_and_deviation(gap)))
+            places, means, deviations = zip(*points, strict=True) if points else ((), (), ())
             style = {"fmt": "o", "markersize": 4, "color": colour, "label": f"N = {workers}"}
             axes.errorbar(means, places, xerr=deviations, **style)
         axes.axvline(0, color="#444444", linewidth=1)
@@ -95,12 +90,10 @@ def curves(found: Sequence[Outcome], file: Path) -> None:
     for axes, task in zip(panels[0], TASKS, strict=True):
         for variant in _CURVES:
             mine = [each for each in found if (each.run.task, each.run.variant) == (task, variant)]
-            points = list(zip(*(each.curve for each in mine if math.isfinite(each.loss)), strict=True))
-            if points:
-                steps, losses = [point[0][0] for point in points], [[curve[1] for curve in point] for point in points]
-                axes.plot(steps, [statistics.mean(each) for each in losses], color=COLOURS[variant], label=variant)
-                ends = [[end(each) for each in losses] for end in (min, max)]
-                axes.fill_between(steps, *ends, color=COLOURS[variant], alpha=0.2, linewidth=0)
+            curves = np.array([each.curve for each in mine if math.isfinite(each.loss)])
+            if len(curves):
+                steps, losses = curves[0, :, 0], curves[:, :, 1]
+                _band(axes, steps, losses.min(0), losses.mean(0), losses.max(0), COLOURS[variant], variant)
         label(axes, TASKS[task].title, x="steps")
         last = [each.loss for each in found if each.run.task == task and math.isfinite(each.loss)]
         axes.set_ylim(min(last, default=0.0) - 0.1, min(last, default=0.0) + 1.6)
@@ -114,22 +107,18 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
     figure, panels = make_panels(len(GOALS), height=4)
     for axes, (task, goal) in zip(panels[0], GOALS.items(), strict=True):
         for workers, line in zip(WORKERS, ("-", "--"), strict=True):
-            place = (task, workers)
-            rows = analysis.rows(found, lambda run, at=place: (run.task, run.workers) == at)
             for variant in LONGER[1:]:
-                mine = {row.run.length: goal.gap(row) for row in rows if row.run.variant == variant}
-                mine = {
-                    length: mine[length] for length in LENGTHS if all(map(math.isfinite, mine.get(length, [math.nan])))
+                rows = {
+                    row.run.length: row for row in analysis.rows(found, task=task, workers=workers, variant=variant)
                 }
-                if mine:
-                    middle = [statistics.mean(gap) for gap in mine.values()]
-                    spread = [statistics.stdev(gap) if len(gap) > 1 else 0.0 for gap in mine.values()]
+                gaps = [(length, goal.gap(rows[length])) for length in LENGTHS if length in rows]
+                points = [(length, *mean_and_deviation(gap)) for length, gap in gaps if all(map(math.isfinite, gap))]
+                if points:
                     style = {"color": COLOURS[variant], "linestyle": line, "marker": "o", "markersize": 4, "capsize": 2}
-                    axes.errorbar(list(mine), middle, spread, label=f"{variant}, N = {workers}", **style)
+                    axes.errorbar(*zip(*points, strict=True), label=f"{variant}, N = {workers}", **style)
         axes.axhline(0, color="#444444", linewidth=1)
-        axes.axhline(
-            -goal.most if goal.figure == "accuracy" else goal.most, color="#444444", linestyle=":", linewidth=1
-        )
+        limit = -goal.most if goal.figure == "accuracy" else goal.most
+        axes.axhline(limit, color="#444444", linestyle=":", linewidth=1)
         axes.set_xscale("log")
         axes.set_xticks(LENGTHS, [f"×{length:g}" for length in LENGTHS])
         axes.minorticks_off()
@@ -144,16 +133,13 @@ def counts(found: Sequence[Outcome], file: Path) -> None:
     figure, panels = make_panels(len(TASKS), sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
         for variant in COUNTED[1:]:
-            mine = [
-                each
-                for each in found
-                if (each.run.task, each.run.variant) == (task, variant) and math.isfinite(each.loss)
-            ]
+            mine = [each for each in found if (each.run.task, each.run.variant) == (task, variant)]
+            mine = [each for each in mine if math.isfinite(each.loss)]
             if mine:
                 share = [100 * point[0] / mine[0].run.steps for point in mine[0].curve]
-                least, middle, most = _ends(zip(*(each.selected for each in mine), strict=True))
-                axes.plot(share, middle, color=COLOURS.get(variant, "#999999"), label=variant)
-                axes.fill_between(share, least, most, color=COLOURS.get(variant, "#999999"), alpha=0.2, linewidth=0)
+                least, middle, most = np.moveaxis([each.selected for each in mine], 2, 0)
+                colour = COLOURS.get(variant, "#999999")
+                _band(axes, share, least.min(0), middle.mean(0), most.max(0), colour, variant)
         for bound in (0.8, 1.0):
             axes.axhline(bound, color="#444444", linestyle=":", linewidth=1)
         axes.set_ylim(0.6, 1.35)
@@ -163,12 +149,10 @@ def counts(found: Sequence[Outcome], file: Path) -> None:
     save_figure(figure, file)
 
 
-def _ends(points: Iterable[Sequence[Sequence[float]]]) -> tuple[list[float], list[float], list[float]]:
-    """Least, mean and most of several runs' [least, mean, most], point by point."""
-    points = list(points)
-    least = [min(each[0] for each in point) for point in points]
-    middle = [statistics.mean(each[1] for each in point) for point in points]
-    return least, middle, [max(each[2] for each in point) for point in points]
+def _band(axes: Any, x: Any, least: Any, middle: Any, most: Any, colour: str, name: str) -> None:
+    """A line, and lightly all that is between its least and its most."""
+    axes.plot(x, middle, color=colour, label=name)
+    axes.fill_between(x, least, most, color=colour, alpha=0.2, linewidth=0)
 
 
 def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:

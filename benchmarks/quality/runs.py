@@ -13,32 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import variants as all_of
 from benchmarks.quality.tasks import ALL_TASKS, TASKS, digest
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import (
-    ABLATION,
-    ADAM,
-    ADAM_DENSE,
-    AUTOMATIC,
-    AVERAGED,
-    BETAS,
-    CHOICES,
-    EXCHANGES,
-    LATER_AVERAGED,
-    LATER_LOCAL,
-    LOCAL,
-    LOCAL_BETAS,
-    LOCAL_DENSER,
-    LOCAL_GENTLER,
-    LOWEST,
-    OPTIMIZERS,
-    POWER_SGD,
-    RUN_LENGTHS,
-    UNMASKED,
-    VARIANTS,
-    WITH_OUTER,
-    WITHOUT,
-)
+from benchmarks.quality.variants import ADAM_DENSE, BETAS, EXCHANGES, VARIANTS
 from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
 
@@ -69,104 +47,109 @@ def _places(seeds: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield from ((workers, seed + 100 * i) for seed in seeds)
 
 
+def _runs(
+    task: str, names: Iterable[str], workers: int, seeds: Iterable[int], *lengths: float, real: bool = False
+) -> Iterator[Run]:
+    """Every variant from every seed, of every length; of length 1 where none is given."""
+    for length, seed, variant in itertools.product(lengths or (1.0,), seeds, names):
+        yield Run(task, variant, workers, seed, length, real)
+
+
+def _from(first: int, seeds: Iterable[int]) -> list[int]:
+    return [first + seed for seed in seeds]
+
+
 def _ablation(seeds: Sequence[int]) -> Iterator[Run]:
-    for workers, seed in _places(seeds):
-        for task in TASKS:
-            for variant in (*ABLATION, *WITHOUT, *CHOICES):
-                if _is_one_of_its_own(task, variant):
-                    yield Run(task, variant, workers, seed)
+    for (workers, seed), task in itertools.product(_places(seeds), TASKS):
+        names = (*all_of.ABLATION, *all_of.WITHOUT, *all_of.CHOICES)
+        yield from _runs(task, _of_their_own(task, names), workers, [seed])
 
 
-def _is_one_of_its_own(task: str, variant: str) -> bool:
-    """Whether a variant differs from the others on a task: not all tasks clip, and each has one density already."""
-    if variant in _ONLY_WHERE_CLIPPED:
-        return TASKS[task].settings.clip_norm is not None
-    return variant == "dgc" or settings(Run(task, variant)) != settings(Run(task, "dgc"))
+def _of_their_own(task: str, names: Iterable[str]) -> list[str]:
+    """The variants that differ from the others on a task: not all tasks clip, and each has one density already."""
+
+    def differs(variant: str) -> bool:
+        if variant in _ONLY_WHERE_CLIPPED:
+            return TASKS[task].settings.clip_norm is not None
+        return variant == "dgc" or settings(Run(task, variant)) != settings(Run(task, "dgc"))
+
+    return [name for name in names if differs(name)]
 
 
 def _longer(seeds: Sequence[int]) -> Iterator[Run]:
-    for workers, seed in _places(seeds):
-        for task in ("images", "lstm"):
-            variants = [variant for variant in LONGER if _is_one_of_its_own(task, variant)]
-            yield from (Run(task, variant, workers, seed, length) for length in LENGTHS for variant in variants)
+    for (workers, seed), task in itertools.product(_places(seeds), ("images", "lstm")):
+        yield from _runs(task, _of_their_own(task, LONGER), workers, [seed], *LENGTHS)
 
 
 def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
-    yield from (Run("transformer", variant, 4, seed) for seed in seeds for variant in OPTIMIZERS)
+    return _runs("transformer", all_of.OPTIMIZERS, 4, seeds)
 
 
 def _adam(seeds: Sequence[int]) -> Iterator[Run]:
     """The second length shows most: all densities with four ranks, and up to 32 ranks."""
-    fewest, least = ADAM_WORKERS[0], "AdamW, dgc, 0.1% in 2 bits"
-    named = {workers: [*FIRST_DENSE, "AdamW, dgc"] for workers in ADAM_WORKERS}
-    named |= {workers: [*named[workers], "AdamW, dgc, 0.3% in 2 bits"] for workers in WORKERS}
     for i, workers in enumerate(ADAM_WORKERS):
-        for seed, variant in itertools.product(seeds, (*ADAM_DENSE, *ADAM) if workers == fewest else named[workers]):
-            yield Run("transformer", variant, workers, seed + ADAM_SEED + 100 * i, LENGTHS[1])
-    for length, seed, variant in itertools.product(LENGTHS, seeds, (*FIRST_DENSE, "AdamW, dgc", least)):
-        yield Run("transformer", variant, fewest, seed + ADAM_SEED, length)
+        names = (*FIRST_DENSE, "AdamW, dgc", *(["AdamW, dgc, 0.3% in 2 bits"] if workers in WORKERS else []))
+        names = names if i else (*ADAM_DENSE, *all_of.ADAM)
+        yield from _runs("transformer", names, workers, _from(ADAM_SEED + 100 * i, seeds), LENGTHS[1])
+    names = (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.1% in 2 bits")
+    yield from _runs("transformer", names, ADAM_WORKERS[0], _from(ADAM_SEED, seeds), *LENGTHS)
 
 
 def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
-    for seed, variant in itertools.product(seeds, (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits")):
-        yield Run("gpt", variant, 4, seed)
+    return _runs("gpt", (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"), 4, seeds)
 
 
 def _adam_local(seeds: Sequence[int]) -> Iterator[Run]:
-    for seed, variant in itertools.product(seeds, (*FIRST_DENSE, *LOCAL_BETAS)):
-        yield Run("transformer", variant, min(WORKERS), seed + ADAM_SEED, LENGTHS[1])
+    names = (*FIRST_DENSE, *all_of.LOCAL_BETAS)
+    return _runs("transformer", names, min(WORKERS), _from(ADAM_SEED, seeds), LENGTHS[1])
 
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:
-    for seed in seeds:
-        local = (*LOCAL, *LOCAL_DENSER, *LOCAL_GENTLER, *LATER_LOCAL)
-        for variant in ("AdamW, dense", *AVERAGED, *WITH_OUTER, *LATER_AVERAGED, *local):
-            yield Run("transformer", variant, min(WORKERS), seed + ADAM_SEED, LENGTHS[1])
+    averaged = (*all_of.AVERAGED, *all_of.WITH_OUTER, *all_of.LATER_AVERAGED)
+    local = (*all_of.LOCAL, *all_of.LOCAL_DENSER, *all_of.LOCAL_GENTLER, *all_of.LATER_LOCAL)
+    names = ("AdamW, dense", *averaged, *local)
+    return _runs("transformer", names, min(WORKERS), _from(ADAM_SEED, seeds), LENGTHS[1])
 
 
 def _gpt(seeds: Sequence[int]) -> Iterator[Run]:
     """The larger model, a seed after the other: local steps with four and eight ranks, longer; PowerSGD."""
+    names = ("AdamW, dense", *all_of.AVERAGED, *all_of.LOCAL, *all_of.LOCAL_DENSER)
+    of_15 = [name for name in (*names, *all_of.WITH_OUTER) if " 15" in name]
     for seed in seeds:
-        yield from (Run("gpt", variant, 4, seed, real=True) for variant in POWER_SGD)
+        yield from _runs("gpt", all_of.POWER_SGD, 4, [seed], real=True)
         for i, workers in enumerate(WORKERS):
-            for variant in ("AdamW, dense", *AVERAGED, *LOCAL, *LOCAL_DENSER):
-                yield Run("gpt", variant, workers, seed + 100 * i)
-        yield from (Run("gpt", variant, 4, seed) for variant in LOCAL_GENTLER)
-        yield from (Run("gpt", variant, 4, seed) for variant in WITH_OUTER if " 15" in variant)
-        longer = (name for name in (*AVERAGED, *LOCAL, *LOCAL_DENSER) if " 15" in name)
-        yield from (Run("gpt", variant, 4, seed, LENGTHS[1]) for variant in ("AdamW, dense", *longer))
+            yield from _runs("gpt", names, workers, [seed + 100 * i])
+        yield from _runs("gpt", (*all_of.LOCAL_GENTLER, *set(of_15).difference(names)), 4, [seed])
+        yield from _runs("gpt", ("AdamW, dense", *set(of_15).intersection(names)), 4, [seed], LENGTHS[1])
 
 
 def _auto(seeds: Sequence[int]) -> Iterator[Run]:
-    for seed, task, steps in itertools.product(seeds, TASKS, RUN_LENGTHS):
-        if steps == max(RUN_LENGTHS) and task == "lstm":
+    for task, steps in itertools.product(TASKS, all_of.RUN_LENGTHS):
+        if steps == max(all_of.RUN_LENGTHS) and task == "lstm":
             continue  # hours, and "longer" has such a run
-        own = [name for name in ("dense", *AUTOMATIC, *UNMASKED) if name == "dense" or f", {steps:,} steps" in name]
-        yield from (Run(task, name, 4, seed + 700, steps / TASKS[task].settings.steps) for name in own)
+        own = [name for name in (*all_of.AUTOMATIC, *all_of.UNMASKED) if f", {steps:,} steps" in name]
+        yield from _runs(task, ("dense", *own), 4, _from(700, seeds), steps / TASKS[task].settings.steps)
 
 
 def _lowest(seeds: Sequence[int]) -> Iterator[Run]:
-    for seed in seeds:
-        for variant in ("dense", "dgc, density 0.1%", *LOWEST):
-            yield Run("lstm", variant, min(WORKERS), seed, LENGTHS[-1])
-        for variant in ("half the rate, dense", *LOWEST_LONGEST):
-            yield Run("lstm", variant, max(WORKERS), seed + 100, LENGTHS[-1])
-            yield Run("lstm", variant, min(WORKERS), seed, LONGEST)
+    longest, fewest = ("half the rate, dense", *LOWEST_LONGEST), min(WORKERS)
+    yield from _runs("lstm", ("dense", "dgc, density 0.1%", *all_of.LOWEST), fewest, seeds, LENGTHS[-1])
+    yield from _runs("lstm", longest, max(WORKERS), _from(100, seeds), LENGTHS[-1])
+    yield from _runs("lstm", longest, fewest, seeds, LONGEST)
 
 
 def _real(seeds: Sequence[int]) -> Iterator[Run]:
-    for workers, seed in _places([min(seeds)]):
+    for (workers, seed), task in itertools.product(_places([min(seeds)]), TASKS):
         shown = _REAL if workers == min(WORKERS) else ("dgc",)  # more than that take long on few cores
-        yield from (Run(task, variant, workers, seed, real=True) for task in TASKS for variant in shown)
+        yield from _runs(task, shown, workers, [seed], real=True)
 
 
-def _exchanges(seeds: Sequence[int], lengths: Sequence[float]) -> Iterator[Run]:
+def _exchanges(seeds: Sequence[int], length: float) -> Iterator[Run]:
     for i, (workers, node_size) in enumerate(NODES.items(), start=len(WORKERS)):
-        other_nodes = [f"nodes of {other}" for other in set(NODES.values()) - {node_size}]
-        for seed, length, task in itertools.product(seeds, lengths, TASKS):
-            for variant in ("dense", "dgc", *EXCHANGES):
-                if not variant.endswith(tuple(other_nodes)):
-                    yield Run(task, variant, workers, seed + 100 * i, length)
+        other_nodes = tuple(f"nodes of {other}" for other in set(NODES.values()) - {node_size})
+        names = [name for name in ("dense", "dgc", *EXCHANGES) if not name.endswith(other_nodes)]
+        for task in TASKS:
+            yield from _runs(task, names, workers, _from(100 * i, seeds), length)
 
 
 STUDIES = {
@@ -181,8 +164,8 @@ STUDIES = {
     "gpt": _gpt,
     "auto": _auto,
     "real": _real,
-    "exchanges": functools.partial(_exchanges, lengths=LENGTHS[:1]),
-    "longer-exchanges": functools.partial(_exchanges, lengths=LENGTHS[1:2]),
+    "exchanges": functools.partial(_exchanges, length=LENGTHS[0]),
+    "longer-exchanges": functools.partial(_exchanges, length=LENGTHS[1]),
 }
 
 

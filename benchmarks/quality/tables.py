@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from benchmarks.quality import analysis
-from benchmarks.quality.analysis import Outcome, Row
+from benchmarks.quality.analysis import Difference, Outcome, Row
 from benchmarks.quality.runs import LENGTHS, LONGER, LONGEST, WORKERS, Results
 from benchmarks.quality.tasks import ALL_TASKS, TASKS
-from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ABLATION, CHOICES, LOWEST, OPTIMIZERS, VARIANTS, WITHOUT
 from benchmarks.report import markdown, spread
 
@@ -31,20 +29,18 @@ class Goal:
     figure: str
     most: float
 
-    @property
-    def form(self) -> str:
-        """How a gap is written."""
-        return "+.2f" if self.figure == "accuracy" else "+.3f"
-
     def gap(self, row: Row) -> list[float]:
         """The figure less dense's own, of each seed."""
         return row.accuracy_gap if self.figure == "accuracy" else row.loss_gap
 
-    def shown(self, row: Row) -> str:
+    def shown(self, row: Row | None) -> str:
         """The gap; of dense training the figure itself."""
+        form = ".2f" if self.figure == "accuracy" else ".3f"
+        if row is None:
+            return ""
         if row.run.variant == "dense":
-            return spread(row.accuracy if self.figure == "accuracy" else row.loss, self.form[1:])
-        return spread(self.gap(row), self.form)
+            return spread(row.accuracy if self.figure == "accuracy" else row.loss, form)
+        return spread(self.gap(row), f"+{form}")
 
     def verdict(self, row: Row) -> str:
         """Whether the full recipe, of which it is the goal, loses no more."""
@@ -66,11 +62,10 @@ COUNTED = ("dgc", "dgc, rule=gaussian", "gaussian (GaussianK-SGD)", "dgc, rule=s
 def every_run(results: Results) -> str:
     """Every run that is kept, a table a task, number of ranks and length."""
     found = analysis.outcomes(results)
-    places = sorted({(each.run.task, each.run.workers, each.run.length, each.run.real) for each in found})
     text = []
-    for task, workers, length, real in places:
-        by = ", Horovod's ranks" if real else ""
-        mine = analysis.rows(found, _at(task=task, workers=workers, length=length, real=real))
+    for place in sorted({(each.run.task, each.run.workers, each.run.length, each.run.real) for each in found}):
+        (task, workers, length, real), by = place, ", Horovod's ranks" if place[3] else ""
+        mine = analysis.rows(found, task=task, workers=workers, length=length, real=real)
         text.append(f"### {ALL_TASKS[task].title}, N = {workers}, length ×{length:g}{by}\n\n{_rows(mine)}")
     return "\n\n".join(text)
 
@@ -89,11 +84,6 @@ def blocks(found: Sequence[Outcome]) -> dict[str, str]:
         "optimizers": _optimizers(found),
         "real": _real(found),
     }
-
-
-def _at(**fields: Any) -> Callable[[Run], bool]:
-    """Whether a run has these fields."""
-    return lambda run: all(getattr(run, name) == value for name, value in fields.items())
 
 
 def _rows(rows: Iterable[Row]) -> str:
@@ -127,23 +117,21 @@ def _tasks() -> str:
 
 
 def _by_task(found: Sequence[Outcome], workers: int, variants: Sequence[str]) -> str:
-    mine = analysis.rows(found, _at(workers=workers, length=1.0, real=False))
+    mine = analysis.rows(found, workers=workers, length=1.0, real=False)
     rows = {(row.run.task, row.run.variant): row for row in mine}
-    head = [f"N = {workers}"]
-    for task in TASKS.values():
-        head += [f"{task.title}: loss", "accuracy, %", "bytes sent"]
-    lines = []
-    for variant in variants:
-        line = [variant]
-        for task in TASKS:
-            row = rows.get((task, variant))
-            if row is None:
-                line += ["", "", ""]
-            else:
-                accuracy = "" if row.diverged else spread(row.accuracy, ".2f")
-                line += [spread(row.loss, ".3f"), accuracy, _share(row.traffic)]
-        lines.append(line)
-    return markdown(head, lines)
+
+    def cells(row: Row | None) -> list[str]:
+        if row is None:
+            return ["", "", ""]
+        return [spread(row.loss, ".3f"), "" if row.diverged else spread(row.accuracy, ".2f"), _share(row.traffic)]
+
+    lines = [[name, *(cell for task in TASKS for cell in cells(rows.get((task, name))))] for name in variants]
+    return markdown([f"N = {workers}", *_heads("{}: loss", "accuracy, %", "bytes sent")], lines)
+
+
+def _heads(*columns: str) -> list[str]:
+    """These columns for each task; {} stands for its title."""
+    return [column.format(task.title) for task in TASKS.values() for column in columns]
 
 
 def _order(found: Sequence[Outcome]) -> str:
@@ -160,13 +148,12 @@ def _longer(found: Sequence[Outcome]) -> str:
     lines = []
     for task, goal in GOALS.items():
         for workers in WORKERS:
-            rows = analysis.rows(found, _at(task=task, workers=workers, real=False))
+            rows = analysis.rows(found, task=task, workers=workers, real=False)
             longest = {row.run.variant for row in rows if row.run.length == LENGTHS[-1]}
             for variant in (name for name in LONGER if name in longest):
                 mine = {row.run.length: row for row in rows if row.run.variant == variant}
-                shown = [goal.shown(mine[length]) if length in mine else "" for length in LENGTHS]
-                sent = _share(mine[LENGTHS[-1]].traffic)
-                lines.append([f"{goal.name}, N = {workers}", variant, *shown, goal.verdict(mine[LENGTHS[-1]]), sent])
+                shown, last = [goal.shown(mine.get(length)) for length in LENGTHS], mine[LENGTHS[-1]]
+                lines.append([f"{goal.name}, N = {workers}", variant, *shown, goal.verdict(last), _share(last.traffic)])
     lengths = [f"×{length:g}" for length in LENGTHS]
     return markdown(["difference to dense", "", *lengths, "limit, longest", "bytes sent, longest"], lines)
 
@@ -176,39 +163,32 @@ def _lowest(found: Sequence[Outcome]) -> str:
     shown = ("dense", "dgc", "dgc, density 0.1%", *LOWEST)
     lines = []
     for workers, length in ((min(WORKERS), LENGTHS[-1]), (min(WORKERS), LONGEST), (max(WORKERS), LENGTHS[-1])):
-        for row in analysis.rows(found, _at(task="lstm", workers=workers, length=length, real=False)):
+        for row in analysis.rows(found, task="lstm", workers=workers, length=length, real=False):
             if row.run.variant in shown:
-                figures = spread(row.loss, ".3f"), spread(row.loss_gap, "+.3f")
-                lines.append(
-                    [f"N = {workers}, ×{length:g}", row.run.variant, *figures, len(row.loss), _share(row.traffic)]
-                )
+                figures = spread(row.loss, ".3f"), spread(row.loss_gap, "+.3f"), len(row.loss), _share(row.traffic)
+                lines.append([f"N = {workers}, ×{length:g}", row.run.variant, *figures])
     return markdown(["", "", "test loss", "minus dense at that rate", "seeds", "bytes sent"], lines)
 
 
 def _against_defaults(found: Sequence[Outcome]) -> str:
-    lines = []
-    for variant in CHOICES:
-        line = [variant]
-        for task in TASKS:
-            change = analysis.difference(found, task, "dgc", variant)
-            if change.losses and not change.diverged:
-                noise = "" if change.clear else " (noise)" if len(change.losses) > 2 else " (too few)"
-                shown = f"{spread(change.losses, '+.3f')}{noise}"
-                line += [shown, f"{statistics.mean(change.sent):.2f}×"]
-            else:
-                line += ["diverges" if change.losses else "", ""]
-        if variant != "dgc":
-            lines.append(line)
-    head = ["difference to `.dgc()`"]
-    for task in TASKS.values():
-        head += [f"{task.title}: loss", "bytes"]
-    return markdown(head, lines)
+    def cells(change: Difference) -> list[str]:
+        if not change.losses or change.diverged:
+            return ["diverges" if change.losses else "", ""]
+        noise = "" if change.clear else " (noise)" if len(change.losses) > 2 else " (too few)"
+        return [f"{spread(change.losses, '+.3f')}{noise}", f"{statistics.mean(change.sent):.2f}×"]
+
+    lines = [
+        [name, *(cell for task in TASKS for cell in cells(analysis.difference(found, task, "dgc", name)))]
+        for name in CHOICES
+        if name != "dgc"
+    ]
+    return markdown(["difference to `.dgc()`", *_heads("{}: loss", "bytes")], lines)
 
 
 def _optimizers(found: Sequence[Outcome]) -> str:
     shown = (*OPTIMIZERS, "dense", "dgc", "topk (TopK-SGD)")
     first = [each for each in found if each.run.seed < 100]  # of this study; that of Adam has others
-    mine = analysis.rows(first, _at(task="transformer", workers=4, real=False))
+    mine = analysis.rows(first, task="transformer", workers=4, real=False)
     return _rows(row for row in mine if row.run.variant in shown)
 
 
@@ -244,14 +224,11 @@ def by_length(found: Sequence[Outcome]) -> str:
     for task, variant in _SUMMARY:
         goal = GOALS.get(task, _NO_GOAL)
         for workers in WORKERS:
-            rows = {
-                row.run.length: row
-                for row in analysis.rows(found, _at(task=task, workers=workers, real=False, variant=variant))
-                if row.run.length in LENGTHS
-            }
-            gaps = [spread(goal.gap(rows[length]), goal.form) if length in rows else "" for length in LENGTHS]
+            mine = analysis.rows(found, task=task, workers=workers, real=False, variant=variant)
+            rows = {row.run.length: row for row in mine if row.run.length in LENGTHS}
             density = VARIANTS[variant].config(TASKS[task].settings).density
             sent = _share(rows[max(rows)].traffic) if rows else ""
-            lines.append([f"{goal.name}, density {density:.1%}, N = {workers}", *gaps, sent])
+            shown = [goal.shown(rows.get(length)) for length in LENGTHS]
+            lines.append([f"{goal.name}, density {density:.1%}, N = {workers}", *shown, sent])
     head = ["`.dgc()` minus dense", *(f"{length:g}× the steps" for length in LENGTHS), "bytes sent, longest"]
     return markdown(head, lines)

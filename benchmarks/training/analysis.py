@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import markdown, spread
 from benchmarks.training.runs import FAST, FIRST_STEPS, SLOW, Study, key
@@ -28,50 +28,18 @@ SHARE_OF_CAP = 0.8  # or so much of what no exchange at all would gain, where th
 Runs = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method on one task, number of hosts and rate; per-seed values in the order of the seeds.
-
-    Args:
-        task, hosts, rate, method: what was run.
-        quality: at the end of each seed's run; empty for no-op.
-        steps: to the target; infinite where it was not reached.
-        seconds: to the target, infinite likewise. For no-op: those of dense's steps without exchange.
-        gain: dense's seconds to the target over these, seed by seed; for no-op that is the cap.
-        step_ms: median time of a step.
-        samples_per_s: of all ranks together, at that time.
-        efficiency: that over the no-op row's.
-        sent, received: MB per rank and step.
-        less: how many times fewer bytes than with fp32 come in: a packet goes to every other rank.
-        extrapolated: seconds are steps times time per step, not the clock's.
-        bar: what the median gain has to be, or None where nothing was promised.
-    """
+class Row(NamedTuple):
+    """One method at one place: dense's seconds to the target over its own, seed by seed, and the line of the table."""
 
     task: str
     hosts: int
     rate: str
     method: str
-    quality: tuple[float, ...]
-    steps: tuple[float, ...]
-    seconds: tuple[float, ...]
     gain: tuple[float, ...]
-    step_ms: float
-    samples_per_s: float
-    efficiency: float
-    sent: float
-    received: float
-    less: float
-    extrapolated: bool
-    bar: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the bar is met; None where there is none."""
-        return None if self.bar is None else statistics.median(self.gain) >= self.bar
+    cells: list[str]
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Quality over time of one run: steps, seconds and quality go together; `computed`: seconds are not the clock's."""
 
     task: str
@@ -85,113 +53,122 @@ class Curve:
     target: float
     computed: bool
 
-
-def target(runs: Runs, task: str, hosts: int, seed: int, rate: str = FAST) -> float:
-    """Quality that every method has to reach: the dense run's own last one, less the margin."""
-    last = runs[key(task, hosts, rate, "dense", seed)]["curve"][-1][2]
-    margin = TASKS[task].settings.margin
-    return last - margin if TASKS[task].higher_is_better else last + margin
-
-
-def step_ms(runs: Runs, task: str, hosts: int, rate: str, method: str, seeds: Iterable[int]) -> float:
-    """Median time of a step over all seeds, in milliseconds, from the runs of the first steps where there are."""
-    names = [[key(task, hosts, rate, method, seed, steps) for steps in (FIRST_STEPS, None)] for seed in seeds]
-    kept = [next(name for name in pair if name in runs) for pair in names if any(name in runs for name in pair)]
-    return statistics.median(time for name in kept for time in runs[name]["milliseconds"])
-
-
-def curve(runs: Runs, task: str, hosts: int, rate: str, method: str, seeds: Sequence[int], seed: int) -> Curve:
-    """Quality over time of one run; for dense and fp16 on the slow link with the computed time, see the module."""
-    whole = _whole_rate(rate, method)
-    points = runs[key(task, hosts, whole, method, seed)]["curve"]
-    steps, clock, quality, _ = zip(*points, strict=True)
-    if whole != rate:
-        pace = step_ms(runs, task, hosts, rate, method, seeds[:1]) / 1e3
-        clock = tuple(step * pace for step in steps)
-    goal = target(runs, task, hosts, seed, _whole_rate(rate, "dense"))
-    return Curve(task, hosts, rate, method, seed, steps, clock, quality, goal, computed=whole != rate)
+    def reached(self) -> tuple[float, float]:
+        """Steps and seconds at the first evaluation that is as good as the target; infinite if none is."""
+        sign = 1 if TASKS[self.task].higher_is_better else -1
+        for step, second, quality in zip(self.steps, self.seconds, self.quality, strict=True):
+            if sign * quality >= sign * self.target:
+                return step, second
+        return math.inf, math.inf
 
 
 def _whole_rate(rate: str, method: str) -> str:
     """The link on which the whole run was made that stands for one at `rate`."""
-    return FAST if rate == SLOW and method in STOCK else rate
+    return FAST if rate == SLOW and method in (*STOCK, NO_OP) else rate
 
 
-def reached(found: Curve) -> tuple[float, float]:
-    """Steps and seconds at the first evaluation that is as good as the target; infinite if none is."""
-    sign = 1 if TASKS[found.task].higher_is_better else -1
-    for step, second, quality in zip(found.steps, found.seconds, found.quality, strict=True):
-        if sign * quality >= sign * found.target:
-            return step, second
-    return math.inf, math.inf
+@dataclass(frozen=True)
+class Place:
+    """The runs of a task on so many hosts at a rate, of the seeds with a whole dense run."""
+
+    runs: Runs
+    task: str
+    hosts: int
+    rate: str
+    seeds: Sequence[int]
+
+    def _key(self, method: str, seed: int) -> str:
+        return key(self.task, self.hosts, _whole_rate(self.rate, method), method, seed)
+
+    def _timed(self, method: str, seed: int) -> list[str]:
+        """The runs in which a step may have been timed, that of the first steps before the whole one."""
+        names = [key(self.task, self.hosts, self.rate, method, seed, steps) for steps in (FIRST_STEPS, None)]
+        return [name for name in names if name in self.runs]
+
+    def methods(self) -> list[str]:
+        """Those that all seeds have been run for."""
+        return [
+            method
+            for method in (*STOCK, *COMPRESSED)
+            if all(self._key(method, seed) in self.runs for seed in self.seeds) and self._timed(method, self.seeds[0])
+        ]
+
+    def step_ms(self, method: str, seeds: Sequence[int]) -> float:
+        """Median time of a step over the seeds, in milliseconds, from the runs of the first steps where there are."""
+        names = [self._key(method, seed) for seed in seeds]
+        if method != NO_OP:
+            names = [found[0] for seed in seeds if (found := self._timed(method, seed))]
+        return statistics.median(time for name in names for time in self.runs[name]["milliseconds"])
+
+    def curve(self, method: str, seed: int) -> Curve:
+        """Quality over time of one run; where it is of another link with the computed time, see the module."""
+        steps, clock, quality, _ = zip(*self.runs[self._key(method, seed)]["curve"], strict=True)
+        computed = _whole_rate(self.rate, method) != self.rate
+        if computed:
+            pace = self.step_ms(method, self.seeds[:1]) / 1e3
+            clock = tuple(step * pace for step in steps)
+        last, task = self.runs[self._key("dense", seed)]["curve"][-1][2], TASKS[self.task]
+        target = last - task.settings.margin * (1 if task.higher_is_better else -1)
+        return Curve(self.task, self.hosts, self.rate, method, seed, steps, clock, quality, target, computed)
+
+    def rows(self) -> Iterator[Row]:
+        """A row for every method, and what no exchange at all would gain."""
+        methods, free_ms = self.methods(), self.step_ms(NO_OP, self.seeds)
+        found = {method: [self.curve(method, seed).reached() for seed in self.seeds] for method in methods}
+        dense = found["dense"]
+        found[NO_OP] = [(steps, steps * free_ms / 1e3) for steps, _ in dense]
+        gains = {m: tuple(d / s for (_, d), (_, s) in zip(dense, own, strict=True)) for m, own in found.items()}
+        cap = statistics.median(gains[NO_OP])
+        for method, reached in found.items():
+            made = [self.runs[self._key(method, seed)] for seed in self.seeds]
+            ms = self.step_ms(method, self.seeds)
+            received, fp32 = (sum(run[name] for run in made) for name in ("received", "received_fp32"))
+            computed = method == NO_OP or _whole_rate(self.rate, method) != self.rate
+            steps, seconds = zip(*reached, strict=True)
+            cells = [
+                spread([run["curve"][-1][2] for run in made if run["curve"]], ".2f"),
+                _median(steps, ".0f"),
+                f"{_median(seconds, '.1f')}{'*' if computed else ''}",
+                _median(gains[method], ".2f", "×"),
+                self._bar(gains[method], cap) if method in COMPRESSED else "",
+                f"{ms:.1f}",
+                f"{1e3 * self.hosts * made[0]['batch'] / ms:.0f}",
+                f"{free_ms / ms:.0%}",
+                f"{received / sum(len(run['milliseconds']) for run in made) / 1e6:.3g}",
+                f"{fp32 / received:.0f}×" if received else "",
+            ]
+            yield Row(self.task, self.hosts, self.rate, method, gains[method], cells)
+
+    def _bar(self, gain: Sequence[float], cap: float) -> str:
+        """What the median gain has to be, and whether it is; nothing where nothing was promised."""
+        if self.rate not in BARS:
+            return ""
+        bar = min(BARS[self.rate], SHARE_OF_CAP * cap)
+        capped = " (0.8 of the cap)" if bar < BARS[self.rate] else ""
+        return f"{bar:.1f}×{capped} {'met' if statistics.median(gain) >= bar else 'MISSED'}"
+
+
+def places(runs: Runs) -> Iterator[Place]:
+    """Every place with a whole dense run, in the order of the tables."""
+    split = [name.split(", ") for name in runs]
+    tasks, hosts, rates, seeds = (sorted({parts[column] for parts in split}) for column in (0, 1, 2, 4))
+    numbers = sorted(int(each.removeprefix("seed ")) for each in seeds)
+    for task, count, rate in itertools.product(tasks, hosts, sorted(rates, key=lambda rate: rate != FAST)):
+        whole = Place(runs, task, int(count.split()[0]), rate, numbers)
+        done = [n for n in numbers if whole._key("dense", n) in runs]
+        found = Place(runs, task, whole.hosts, rate, done)
+        if done and found.methods():
+            yield found
 
 
 def rows(runs: Runs) -> list[Row]:
     """A row for every task, number of hosts, rate and method that all seeds have been run for."""
-    return [row for group in _groups(runs) for row in _rows_of(runs, *group)]
+    return [row for place in places(runs) for row in place.rows()]
 
 
 def curves(runs: Runs) -> list[Curve]:
     """Every run's quality over time: time in seconds at the rate that the curve names."""
-    return [
-        curve(runs, task, hosts, rate, method, seeds, seed)
-        for task, hosts, rate, seeds in _groups(runs)
-        for method in _methods(runs, task, hosts, rate, seeds)
-        for seed in seeds
-    ]
-
-
-def _groups(runs: Runs) -> Iterator[tuple[str, int, str, list[int]]]:
-    """Task, hosts, rate and the seeds with a whole dense run."""
-    split = [name.split(", ") for name in runs]
-    tasks, hosts, rates, seeds = (sorted({parts[column] for parts in split}) for column in (0, 1, 2, 4))
-    for task in tasks:
-        for count in (int(each.split()[0]) for each in hosts):
-            for rate in sorted(rates, key=lambda rate: rate != FAST):
-                numbers = sorted(int(each.removeprefix("seed ")) for each in seeds)
-                done = [n for n in numbers if key(task, count, _whole_rate(rate, "dense"), "dense", n) in runs]
-                if done and _methods(runs, task, count, rate, done):
-                    yield task, count, rate, done
-
-
-def _methods(runs: Runs, task: str, hosts: int, rate: str, seeds: list[int]) -> list[str]:
-    def known(method: str) -> bool:
-        whole = all(key(task, hosts, _whole_rate(rate, method), method, seed) in runs for seed in seeds)
-        timed = _whole_rate(rate, method) == rate or key(task, hosts, rate, method, seeds[0], FIRST_STEPS) in runs
-        return whole and timed
-
-    return [method for method in (*STOCK, *COMPRESSED) if known(method)]
-
-
-def _rows_of(runs: Runs, task: str, hosts: int, rate: str, seeds: list[int]) -> Iterator[Row]:
-    methods = _methods(runs, task, hosts, rate, seeds)
-    found = {m: [reached(curve(runs, task, hosts, rate, m, seeds, seed)) for seed in seeds] for m in methods}
-    free_rate = FAST if rate == SLOW else rate
-    free_ms = step_ms(runs, task, hosts, free_rate, NO_OP, seeds)
-    dense = found["dense"]
-    found[NO_OP] = [(steps, steps * free_ms / 1e3) for steps, _ in dense]
-    cap = statistics.median(d / f for (_, d), (_, f) in zip(dense, found[NO_OP], strict=True))
-    for method in (*methods, NO_OP):
-        whole = FAST if method == NO_OP and rate == SLOW else _whole_rate(rate, method)
-        made = [runs[key(task, hosts, whole, method, seed)] for seed in seeds]
-        ms = free_ms if method == NO_OP else step_ms(runs, task, hosts, rate, method, seeds)
-        count = sum(len(run["milliseconds"]) for run in made)
-        sent, received, fp32 = (sum(run[name] for run in made) for name in ("sent", "received", "received_fp32"))
-        yield Row(
-            task, hosts, rate, method,
-            quality=tuple(run["curve"][-1][2] for run in made if run["curve"]),
-            steps=tuple(steps for steps, _ in found[method]),
-            seconds=tuple(seconds for _, seconds in found[method]),
-            gain=tuple(d / s for (_, d), (_, s) in zip(dense, found[method], strict=True)),
-            step_ms=ms,
-            samples_per_s=1e3 * hosts * made[0]["batch"] / ms,
-            efficiency=free_ms / ms,
-            sent=sent / count / 1e6,
-            received=received / count / 1e6,
-            less=fp32 / received if received else math.inf,
-            extrapolated=method == NO_OP or whole != rate,
-            bar=min(BARS[rate], SHARE_OF_CAP * cap) if method in COMPRESSED and rate in BARS else None,
-        )  # fmt: skip
+    return [place.curve(method, seed) for place in places(runs) for method in place.methods() for seed in place.seeds]
 
 
 def checks(runs: Runs) -> dict[str, Any]:
@@ -234,35 +211,12 @@ def _difference(first: dict[str, Any], second: dict[str, Any]) -> float:
 def study(found: Study) -> str:
     """All figures as Markdown, one table a task, number of hosts and rate, and what they rest on."""
     text = []
-    for (task, hosts, rate), group in itertools.groupby(
-        rows(found["runs"]), lambda row: (row.task, row.hosts, row.rate)
-    ):
-        text.append(f"### {task}, {hosts} hosts, {rate}\n\n{_table(list(group))}")
+    for place in places(found["runs"]):
+        head = ["", TASKS[place.task].unit, "steps to target", "seconds to target", "gain", "bar", "ms a step"]
+        head += ["samples/s", "efficiency", "MB received a step", "less"]
+        table = markdown(head, [[row.method, *row.cells] for row in place.rows()])
+        text.append(f"### {place.task}, {place.hosts} hosts, {place.rate}\n\n{table}")
     return "\n\n".join([*text, _footnotes(found)])
-
-
-def _table(rows: Sequence[Row]) -> str:
-    head = ["", TASKS[rows[0].task].unit, "steps to target", "seconds to target", "gain", "bar", "ms a step"]
-    head += ["samples/s", "efficiency", "MB received a step", "less"]
-    return markdown(head, [[row.method, *_cells(row)] for row in rows])
-
-
-def _cells(row: Row) -> list[str]:
-    quality = spread(row.quality, ".2f")
-    capped = " (0.8 of the cap)" if row.bar is not None and row.bar < BARS[row.rate] else ""
-    bar = "" if row.bar is None else f"{row.bar:.1f}×{capped} {'met' if row.met else 'MISSED'}"
-    return [
-        quality,
-        _median(row.steps, ".0f"),
-        f"{_median(row.seconds, '.1f')}{'*' if row.extrapolated else ''}",
-        _median(row.gain, ".2f", "×"),
-        bar,
-        f"{row.step_ms:.1f}",
-        f"{row.samples_per_s:.0f}",
-        f"{row.efficiency:.0%}",
-        f"{row.received:.3g}",
-        f"{row.less:.0f}×" if row.received else "",
-    ]
 
 
 def _median(values: Sequence[float], form: str, unit: str = "") -> str:
@@ -278,13 +232,14 @@ def _median(values: Sequence[float], form: str, unit: str = "") -> str:
 
 def _footnotes(study: Study) -> str:
     found = checks(study["runs"])
+    longer = " or ".join(f"{TASKS[name].settings.stretch:g} times as long ({name})" for name in STUDIED)
     links = "; ".join(f"{name}: {rate} Mbit/s" for name, rate in study["links"].items())
     lines = [
         "\\* steps × median time of a step, not the clock's. "
         "No-op: dense's steps without any exchange; its gain is the cap. "
         "Bytes of dense and fp16 are those of a ring, not counted.",
         "The target is the last quality of that seed's dense run, less the margin; every method reaches it at its "
-        f"first evaluation that is as good. {_schedules()}",
+        f"first evaluation that is as good. A compressed run's learning-rate schedule is {longer} as the others'.",
         f"Median over seeds and range. Links as measured: {links or 'none, ranks on this machine'}.",
         f"Replicas with the same weights: {found['replicas'][0]} of {found['replicas'][1]} runs. "
         f"Same losses on both links, bit for bit: {found['same_bits'][0]} of {found['same_bits'][1]} runs; "
@@ -295,9 +250,3 @@ def _footnotes(study: Study) -> str:
         ),
     ]
     return "\n\n".join(lines)
-
-
-def _schedules() -> str:
-    """How long the compressed runs' schedules are."""
-    longer = [f"{TASKS[name].settings.stretch:g} times as long ({name})" for name in STUDIED]
-    return f"A compressed run's learning-rate schedule is {' or '.join(longer)} as the others'."
