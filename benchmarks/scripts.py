@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
+import shlex
 import statistics
 import sys
 import tempfile
@@ -26,8 +26,10 @@ from benchmarks.ranks import LaunchError, found_in, output_of
 from benchmarks.report import RESULTS, ROOT, markdown, read_results, remembered, spread
 
 FILE, TIMEOUT_SECONDS = RESULTS / "scripts.json", 600
-LSTM_CLIP = 0.1  # the LSTM example's own --clip-norm
-CONTROLLERS = {"Gloo": ("--gloo",), "MPI": ("--mpi", "--mpi-args=--oversubscribe --allow-run-as-root")}
+CONTROLLERS = {"Gloo": "--gloo", "MPI": "--mpi '--mpi-args=--oversubscribe --allow-run-as-root'"}
+# launchers; {} is the controller
+STOCK, DGC = "horovodrun {} -np 2", "dgcrun {} -np 2 --dgc --density 0.01"
+DENSE_KERAS = "dgcrun {} -np 2 --compression none"  # plain horovodrun cannot train it under Keras 3
 Found = Sequence[Mapping[str, Any]]  # of a job, by seed
 
 
@@ -51,23 +53,25 @@ class Job:
     """A script under a launcher, from one seed.
 
     Args:
-        key: its name in the file of results, before the seed.
-        launcher, script: the two parts of its command, before the seed.
+        command: launcher and script, without Python and the seed; with the seed it is its name in the file of results.
         found: function of what it prints: its figures.
         saves: whether it saves the weights of each rank, whose bits must be the same.
     """
 
-    key: str
-    launcher: tuple[str, ...]
-    script: tuple[str, ...]
+    command: str
     found: Callable[[str], dict[str, Any]] = _result
     saves: bool = False
 
+    def key(self, seed: int) -> str:
+        """Its name in the file of results."""
+        return f"{self.command} --seed {seed}"
+
     def train(self, seed: int) -> dict[str, Any]:
         """Its figures; LaunchError if the ranks' weights differ."""
+        words = shlex.split(self.key(seed))
+        words.insert(next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"), sys.executable)
         with tempfile.TemporaryDirectory() as folder:
-            save = ["--save", f"{folder}/weights"] if self.saves else []
-            words = [*self.launcher, sys.executable, *self.script, "--seed", str(seed), *save]
+            words += ["--save", f"{folder}/weights"] if self.saves else []
             said = output_of(words, TIMEOUT_SECONDS, {"TF_CPP_MIN_LOG_LEVEL": "3"})
             replicas = [_weights(file) for file in sorted(Path(folder).iterdir())]
         if self.saves and (len(replicas) != 2 or replicas[0] != replicas[1]):
@@ -103,15 +107,15 @@ class Study:
     def keys(self, seeds: Sequence[int]) -> list[tuple[Job, int, str]]:
         """Every job with every seed, and its key; each once."""
         jobs = dict.fromkeys(job for row in self.rows.values() for job in row)
-        return [(job, seed, f"{job.key} --seed {seed}") for seed in seeds for job in jobs]
+        return [(job, seed, job.key(seed)) for seed in seeds for job in jobs]
 
     def table(self, name: str, kept: Mapping[str, Any]) -> str:
         """Of the seeds that every job has."""
         jobs = [job for row in self.rows.values() for job in row]
-        seeds = [n for n in range(100) if all(f"{job.key} --seed {n}" in kept for job in jobs)]
+        seeds = [n for n in range(100) if all(job.key(n) in kept for job in jobs)]
         if not seeds:
             return "No seed has all runs of this table yet."
-        found = {job: [kept[f"{job.key} --seed {n}"] for n in seeds] for job in jobs}
+        found = {job: [kept[job.key(n)] for n in seeds] for job in jobs}
         lines = [[row, *self.cells(*(found[job] for job in mine))] for row, mine in self.rows.items()]
         places = {(r["environment"]["processor"], r["environment"]["torch"]) for each in found.values() for r in each}
         others = f" Rows are of {len(places)} machines or versions." if len(places) > 1 else ""
@@ -119,25 +123,16 @@ class Study:
         return f"{markdown(self.head, lines)}\n\n{caption} Made by `python -m benchmarks.scripts {name}`."
 
 
-def _example(script: str, *options: str, ranks: int = 2) -> tuple[Job, ...]:
-    launcher = ("horovodrun", "--gloo", "-np", str(ranks))
-    return (Job(" ".join([script, f"-np {ranks}", *options]), launcher, (f"examples/{script}", *options)),)
+def _example(script: str, compression: str, ranks: int = 2) -> tuple[Job, ...]:
+    return (Job(f"horovodrun --gloo -np {ranks} examples/{script}.py --compression {compression}"),)
 
 
-def _compared(script: str, *options: str) -> tuple[Job, ...]:
-    return _example(script, "--compression", *options)
-
-
-def _examples(choices: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[Job, ...]]:
+def _examples(choices: Mapping[str, str]) -> dict[str, tuple[Job, ...]]:
     return {
-        f"{example}, {name}": _compared(f"torch_{example}.py", *options)
+        f"{example}, {name}": _example(f"torch_{example}", compression)
         for example in ("digits", "lstm")
-        for name, options in choices.items()
+        for name, compression in choices.items()
     }
-
-
-def _clip(factor: float) -> tuple[Job, ...]:
-    return _example("torch_lstm.py", "--compression", "dgc", "--clip-norm", str(LSTM_CLIP * factor), ranks=4)
 
 
 def _quality(runs: Found) -> list[str]:
@@ -151,41 +146,25 @@ def _of_settings(page: str, caption: str, rows: Mapping[str, tuple[Job, ...]]) -
     return Study(page, rows, ("", "quality", "less sent"), _quality, caption)
 
 
-_DGC = ("dgcrun", "--dgc", "--density", "0.01")
-_DENSE_KERAS = ("dgcrun", "--compression", "none")  # plain horovodrun cannot train it under Keras 3
-
-
-def _unmodified(launcher: tuple[str, ...], script: tuple[str, ...], controller: str, named: bool = True) -> Job:
-    key = " ".join([launcher[0], *([controller] if named else []), *launcher[1:], *script])
-    words = (launcher[0], *CONTROLLERS[controller], "-np", "2", *launcher[1:])
-    return Job(key, words, (f"examples/{script[0]}", *script[1:]), _accuracy, saves=True)
+def _unmodified(script: str, *launchers: str, controller: str = "Gloo") -> tuple[Job, ...]:
+    commands = [f"{launcher.format(CONTROLLERS[controller])} examples/unmodified_{script}" for launcher in launchers]
+    return tuple(Job(command, _accuracy, saves=True) for command in commands)
 
 
 def _existing() -> dict[str, tuple[Job, ...]]:
-    torch_script = ("unmodified_torch.py", "--fp16-allreduce")
-    scripts: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-        "torch, fp16 flag": (torch_script, ("horovodrun",), _DGC),
+    script = "torch.py --fp16-allreduce"
+    scripts = {
+        "torch, fp16 flag": (script, STOCK, DGC),
         **{
-            f"torch, clipping at {c}": ((*torch_script, "--clip", c), ("horovodrun",), (*_DGC, "--dgc-clip-norm", c))
+            f"torch, clipping at {c}": (f"{script} --clip {c}", STOCK, f"{DGC} --dgc-clip-norm {c}")
             for c in ("1.0", "0.5")  # now and then, and in most steps
         },
-        "Keras, model.fit": (("unmodified_keras.py",), _DENSE_KERAS, _DGC),
+        "Keras, model.fit": ("keras.py", DENSE_KERAS, DGC),
     }
     return {
-        f"{name}, {controller}": tuple(_unmodified(launcher, script, controller) for launcher in launchers)
-        for name, (script, *launchers) in scripts.items()
+        f"{name}, {controller}": _unmodified(*words, controller=controller)
+        for name, words in scripts.items()
         for controller in CONTROLLERS
-    }
-
-
-def _keras_clips(limit: str = "0.5") -> dict[str, tuple[Job, ...]]:
-    launchers = (_DENSE_KERAS, _DGC, (*_DGC, "--dgc-clip-norm", limit))
-    return {
-        f"`model.fit`, `{name}={limit}`": tuple(
-            _unmodified(launcher, ("unmodified_keras.py", "--clip", name, "--limit", limit), "Gloo", named=False)
-            for launcher in launchers
-        )
-        for name in ("global_clipnorm", "clipnorm")
     }
 
 
@@ -204,21 +183,17 @@ def _existing_cells(dense: Found, dgc: Found) -> list[str]:
 
 
 def _clipping() -> dict[str, tuple[Job, ...]]:
-    idioms = {"after": "after synchronize()", "before": "before step()"}
-
-    def job(launcher: tuple[str, ...], task: str, idiom: str) -> Job:
-        script = ("-m", "benchmarks.clipping_script", task, idiom)
-        words = (launcher[0], "--gloo", "-np", "2", *launcher[1:])
-        return Job(" ".join([*launcher, task, idiom]), words, script, _loss)
+    def job(launcher: str, task: str, idiom: str) -> Job:
+        return Job(f"{launcher.format('--gloo')} -m benchmarks.clipping_script {task} {idiom}", _loss)
 
     return {
         f"{task}, {optimizer}, clips to {clip} {text}": (
-            job(("horovodrun",), task, "after"),
-            job((*_DGC, "--dgc-clip-norm", clip), task, idiom),
-            job(_DGC, task, idiom),
+            job(STOCK, task, "after"),
+            job(f"{DGC} --dgc-clip-norm {clip}", task, idiom),
+            job(DGC, task, idiom),
         )
         for task, optimizer, clip in (("lstm", "SGD", "0.1"), ("transformer", "AdamW", "0.25"))
-        for idiom, text in idioms.items()
+        for idiom, text in (("after", "after synchronize()"), ("before", "before step()"))
     }
 
 
@@ -227,49 +202,42 @@ def _clipping_cells(dense: Found, given: Found, alone: Found) -> list[str]:
     return [*means, _gaps(given, alone, "+.3f", "loss", 1)]
 
 
-_PLAIN = ("none", "fp16", "dgc", "topk", "gaussian", "random")
 _VALUES = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "8bit"), ("4bit", "8bit"), ("2bit", "8bit"))
+_DEFAULT = "2 ranks, the examples' default settings"
 _SAME_BITS = "the replicas of every run have the same bits"
 STUDIES = {
     "examples": _of_settings(
-        "examples/README.md",
-        "2 ranks, the examples' default settings",
-        _examples({name: (name,) for name in _PLAIN}),
+        "examples/README.md", _DEFAULT,
+        _examples({name: name for name in ("none", "fp16", "dgc", "topk", "gaussian", "random")}),
     ),
     "keras": _of_settings(
-        "examples/README.md",
-        "2 ranks, the examples' default settings",
+        "examples/README.md", _DEFAULT,
         {
-            **{f"model.fit, {x}": _compared("keras_digits.py", x) for x in ("none", "fp16", "dgc", "gaussian")},
-            **{f"own loop, {x}": _compared("keras_loop.py", x) for x in ("none", "dgc")},
-            "own loop, topk by the tape": _compared("keras_loop.py", "topk", "--tape"),
+            **{f"model.fit, {x}": _example("keras_digits", x) for x in ("none", "fp16", "dgc", "gaussian")},
+            **{f"own loop, {x}": _example("keras_loop", x) for x in ("none", "dgc")},
+            "own loop, topk by the tape": _example("keras_loop", "topk --tape"),
         },
     ),
     "scope": _of_settings(
-        "docs/decisions/core.md",
-        "The examples on 2 ranks, their default settings",
+        "docs/decisions/core.md", "The examples on 2 ranks, their default settings",
         _examples({
-            "dense": ("none",),
-            "largest of the bucket": ("dgc",),
-            "largest of each tensor": ("dgc", "--scope", "tensor"),
+            "dense": "none", "largest of the bucket": "dgc", "largest of each tensor": "dgc --scope tensor",
         }),
     ),
     "values": _of_settings(
-        "docs/decisions/wire.md",
-        "The examples on 2 ranks, compression dgc, their default settings",
+        "docs/decisions/wire.md", "The examples on 2 ranks, compression dgc, their default settings",
         _examples({
-            f"{values}, small tensors {dense}": ("dgc", "--values", values, "--dense-values", dense)
+            f"{values}, small tensors {dense}": f"dgc --values {values} --dense-values {dense}"
             for values, dense in _VALUES
         }),
     ),
     "clip-rule": _of_settings(
-        "docs/algorithm.md",
-        "The LSTM example on 4 ranks, c = 0.1, everything else at its default",
+        "docs/algorithm.md", "The LSTM example on 4 ranks, c = 0.1, everything else at its default",
         {
-            "dense, clipped at c": _example("torch_lstm.py", "--compression", "none", ranks=4),
-            "each rank clipped at sqrt(N)*c (ours)": _clip(1),
-            "at c": _clip(1 / math.sqrt(4)),
-            "at c/sqrt(N) (the paper's letter)": _clip(1 / 4),
+            "dense, clipped at c": _example("torch_lstm", "none", ranks=4),
+            "each rank clipped at sqrt(N)*c (ours)": _example("torch_lstm", "dgc --clip-norm 0.1", ranks=4),
+            "at c": _example("torch_lstm", "dgc --clip-norm 0.05", ranks=4),
+            "at c/sqrt(N) (the paper's letter)": _example("torch_lstm", "dgc --clip-norm 0.025", ranks=4),
         },
     ),
     "existing": Study(
@@ -278,7 +246,13 @@ STUDIES = {
         f"2 ranks; points: of pairs of the same seed; {_SAME_BITS}",
     ),
     "keras-clipping": Study(
-        "docs/tensorflow.md", _keras_clips(),
+        "docs/tensorflow.md",
+        {
+            f"`model.fit`, `{name}=0.5`": _unmodified(
+                f"keras.py --clip {name} --limit 0.5", DENSE_KERAS, DGC, f"{DGC} --dgc-clip-norm 0.5"
+            )
+            for name in ("global_clipnorm", "clipnorm")
+        },
         ("accuracy, %", "dense", "script's clipping", "with `--dgc-clip-norm`", "difference of the two, points"),
         lambda dense, own, given: [*_accuracies(dense, own, given), _gaps(given, own, "+.2f")],
         f"`dgcrun --dgc --density 0.01`, 2 ranks; differences are of pairs of the same seed; {_SAME_BITS}",
