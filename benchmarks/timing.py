@@ -13,44 +13,39 @@ import torch
 RUNS, WARM_UP = 9, 3
 
 
-def timed(
-    *actions: Callable[[], Any],
-    before: Callable[[], Any] = lambda: None,
-    runs: int = RUNS,
-    clock: Callable[[Callable[[], Any]], float] | None = None,
-) -> list[float]:
-    """Median milliseconds of each of `actions`.
+def wall_clock(action: Callable[[], Any], now: Callable[[], float] = time.perf_counter) -> float:
+    """Milliseconds of a call, by the seconds of `now`."""
+    start = now()
+    action()
+    return 1e3 * (now() - start)
 
-    Args:
-        before: called before every action, not timed: each finds the caches alike.
-        runs: rounds that count, after a warm-up that does not.
-        clock: function that calls an action and returns its milliseconds; else by the wall clock.
-    """
-    return [statistics.median(found) for found in times(*actions, before=before, runs=runs, clock=clock)]
+
+def timed(*actions: Callable[[], Any], **options: Any) -> list[float]:
+    """Median milliseconds of each of `actions`; see `times`."""
+    return [statistics.median(found) for found in times(*actions, **options)]
 
 
 def times(
     *actions: Callable[[], Any],
     before: Callable[[], Any] = lambda: None,
     runs: int = RUNS,
-    clock: Callable[[Callable[[], Any]], float] | None = None,
+    clock: Callable[[Callable[[], Any]], float] = wall_clock,
 ) -> list[list[float]]:
-    """As `timed`, every time that counts."""
+    """Milliseconds of every call that counts, of each of `actions`.
+
+    Args:
+        before: called before every action, not timed: each finds the caches alike.
+        runs: rounds that count, after a warm-up that does not.
+        clock: function that calls an action and returns its milliseconds.
+    """
     found: list[list[float]] = [[] for _ in actions]
     for number in range(WARM_UP + runs):
         for action, record in zip(actions, found, strict=True):
             before()
-            taken = (clock or wall_clock)(action)
+            taken = clock(action)
             if number >= WARM_UP:
                 record.append(taken)
     return found
-
-
-def wall_clock(action: Callable[[], Any]) -> float:
-    """Milliseconds of a call."""
-    start = time.perf_counter()
-    action()
-    return 1e3 * (time.perf_counter() - start)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from benchmarks.kernels.bench import Model, Scatter, Stream
 from benchmarks.kernels.speed import STEPS, Row
 from benchmarks.report import markdown
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import WARM_UP, timed, torch_threads
+from benchmarks.timing import WARM_UP, timed, times, torch_threads, wall_clock
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.kernels.native.kernels import NativeKernels
@@ -38,11 +39,19 @@ ADAM_CLOCK = time.thread_time  # others may use the machine
 
 
 class TimedLibrary:
-    """The native library; counts the seconds of its calls by stage, on a clock."""
+    """The native library; counts the milliseconds of its calls by stage, on a clock, in every step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._library, self._clock = load(), clock
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+
+    def begin_step(self) -> None:
+        """Count from here on for the next step."""
+        self.steps.append(defaultdict(float))
+
+    def milliseconds(self, stage: str) -> list[float]:
+        """Of each step after the warm-up."""
+        return [step[stage] for step in self.steps[WARM_UP:]]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function, stage = getattr(self._library, name), _STAGES.get(name)
@@ -52,8 +61,8 @@ class TimedLibrary:
             try:
                 return function(*arguments)
             finally:
-                if stage is not None:
-                    self.seconds[stage] += self._clock() - start
+                if stage is not None and self.steps:
+                    self.steps[-1][stage] += 1e3 * (self._clock() - start)
 
         return called
 
@@ -71,20 +80,16 @@ def _row(name: str, density: float) -> dict[str, Any]:
     model.accumulate(STEPS)
     stream, scatter = Stream(model.numel), Scatter(model.numel, int(density * model.numel))
     u, v = np.ones((2, model.numel), np.float32)
-    found: dict[str, list[float]] = defaultdict(list)
-
-    def compress() -> None:
-        library.seconds.clear()
-        model.compress()
-        for stage in STAGES:
-            found[stage].append(1e3 * library.seconds[stage])
-
-    floor, whole, alone = timed(
-        lambda: stream.run(model.gradients.flat), compress, lambda: scatter.settle(u, v), before=model.gradients.advance
-    )
-    parts = {stage: statistics.median(found[stage][WARM_UP:]) for stage in STAGES}
+    loop, settle = partial(stream.run, model.gradients.flat), partial(scatter.settle, u, v)
+    floor, whole, alone = timed(loop, partial(_compress, model, library), settle, before=model.gradients.advance)
+    parts = {stage: statistics.median(library.milliseconds(stage)) for stage in STAGES}
     what = {"model": name, "density": density, "instructions": kernels.instructions, "k": scatter.positions.size}
     return {**what, "floor_ms": floor, "whole_ms": whole, "scatter_ms": alone, "stages_ms": parts}
+
+
+def _compress(model: Model, library: TimedLibrary) -> None:
+    library.begin_step()
+    model.compress()
 
 
 def stages_table(rows: Sequence[Row]) -> str:
@@ -107,36 +112,24 @@ def adam(quick: bool) -> list[dict[str, Any]]:
 
 
 def _adam_rows(name: str) -> list[dict[str, Any]]:
+    """Milliseconds of the loop, the whole and the calls, taken in turns."""
     library = TimedLibrary(ADAM_CLOCK)
     kernels, rows = NativeKernels(library=library), []
     model, widest = Model(SHAPES[name](), DGCConfig(density=ADAM_DENSITY), kernels, adam=True), kernels.instructions
     model.accumulate(ADAM_STEPS)
-    stream = Stream(model.numel, momentum=False)
+    loop = partial(Stream(model.numel, momentum=False).run, model.gradients.flat)
     for instructions in ("AVX2", "AVX-512"):
         if kernels.use_instructions(instructions):
+            library.steps.clear()
+            found = times(
+                loop, partial(_compress, model, library), before=model.gradients.advance, runs=ADAM_ROUNDS,
+                clock=partial(wall_clock, now=ADAM_CLOCK),
+            )  # fmt: skip
+            found += [library.milliseconds(call) for call in ADAM_STAGES]
             what = {"model": name, "density": ADAM_DENSITY, "instructions": instructions, "numel": model.numel}
-            rows.append({**what, **_adam_times(model, library, stream)})
+            rows.append({**what, **dict(zip(("loop", "whole", *ADAM_STAGES), map(_least, found), strict=True))})
     kernels.use_instructions(widest)
     return rows
-
-
-def _adam_times(model: Model, library: TimedLibrary, stream: Stream) -> dict[str, float]:
-    """Milliseconds of the loop, the whole and the calls, taken in turns."""
-    found: dict[str, list[float]] = defaultdict(list)
-
-    def take(name: str, action: Callable[[], Any]) -> None:
-        model.gradients.advance()
-        start = ADAM_CLOCK()
-        action()
-        found[name].append(1e3 * (ADAM_CLOCK() - start))
-
-    for _ in range(WARM_UP + ADAM_ROUNDS):
-        take("loop", lambda: stream.run(model.gradients.flat))
-        library.seconds.clear()
-        take("whole", model.compress)
-        for call in ADAM_STAGES:
-            found[call].append(1e3 * library.seconds[call])
-    return {name: _least(values[WARM_UP:]) for name, values in found.items()}
 
 
 def _least(values: Sequence[float]) -> float:
