@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, auto, collectives, internet, plots, scripts
+from benchmarks import adapters, auto, collectives, internet, scripts
 from benchmarks.exchange import against, tables
 from benchmarks.exchange.methods import FLOORS
 from benchmarks.exchange.tables import NAMES, TITLES, Row, median, milliseconds, ratio
@@ -241,12 +241,12 @@ def draw() -> None:
     """The plots of the pages."""
     rows = exchange_rows()
     shown = [model for model in TITLES if len({row["rate"] for row in cell(rows, model, 2)}) > 1]
-    plots.step_times(rows, shown, 2, IMAGES / "step_time.svg")
-    plots.bytes_sent(rows, IMAGES / "bytes.svg")
-    plots.efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
+    tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
+    tables.draw_bytes(rows, IMAGES / "bytes.svg")
+    scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
     scaling.draw_clusters(cell(rows, scaling.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
-    plots.quality(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
+    analysis.draw(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
     draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
     quality.draw()
 

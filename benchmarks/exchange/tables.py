@@ -1,13 +1,14 @@
-"""The rows of the exchange as tables: of one model and N, methods down, rates across; and of hosts of several ranks."""
+"""The rows of the exchange as plots and tables: methods down, rates across; and hosts of several ranks."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, markdown
+from benchmarks.report import RESULTS, markdown, panels, save_figure
 
 FILE = RESULTS / "exchange.json"
 Row = dict[str, Any]
@@ -19,6 +20,18 @@ TITLES = {
     "bert-base": "BERT-base",
 }
 NAMES = {"100mbit": "100 Mbps", "1gbit": "1 Gbps", "10gbit": "10 Gbps", "none": "not shaped", "here": "one machine"}
+
+STYLES: dict[str, dict[str, Any]] = {
+    "dense": {"color": "#444444", "marker": "o"},
+    "fp16": {"color": "#999999", "marker": "o"},
+    "torch DDP, PowerSGD 2": {"color": "#e69f00", "marker": "s", "linestyle": ":"},
+    "published DGC": {"color": "#d55e00", "marker": "s"},
+    "dgc": {"color": "#0072b2", "marker": "D", "linewidth": 2.2},
+    "dgc, gaussian": {"color": "#009e73", "marker": "D"},
+    "gaussian": {"color": "#009e73", "marker": "D"},
+    "no exchange": {"color": "#bbbbbb", "marker": "", "linestyle": "--"},
+}
+_SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no exchange")
 
 
 def median(rows: Iterable[Row], method: str, rate: str) -> float | None:
@@ -129,3 +142,42 @@ def node_table(rows: Sequence[Row]) -> str:
         lines.append([name, f"{row['ms']['p50']:.1f}", ratios[0], f"{row['bytes'] / 1e3:,.0f}", ratios[1], state])
     head = ["", "ms a step", "time / flat", "kB a step from a host", "bytes / flat", "state of a rank, MB"]
     return f"{markdown(head, lines)}\n\n{len(rows[0]['launch_medians_ms'])} launches of each."
+
+
+def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: Path) -> None:
+    """Time of the exchange between so many workers over the link's rate, a panel a model."""
+    figure, (line,) = panels(len(models), width=4.2 + 1.8 / len(models), height=3.8, sharey=True)
+    for axes, model in zip(line, models, strict=True):
+        mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
+        rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
+        for method in _SHOWN:
+            points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
+            points = [point for point in points if point[1] is not None]
+            if points:
+                axes.semilogy(*zip(*points, strict=True), label=method, **{**STYLES[method], "markersize": 5})
+        axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
+        axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
+        axes.grid(alpha=0.3, which="major")
+    line[0].set_ylabel("milliseconds a step")
+    lines = line[-1].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
+    save_figure(figure, file)
+
+
+def draw_bytes(rows: Sequence[Row], file: Path) -> None:
+    """Bytes that leave a host in a step, a group of bars a model; N = 2."""
+    figure, ((axes,),) = panels(width=7.2, height=3.6)
+    mine = [row for row in rows if row["workers"] == 2]
+    models = [model for model in TITLES if any(row["model"] == model for row in mine)]
+    shown = [method for method in _SHOWN if method != "no exchange"]
+    for place, method in enumerate(shown):
+        for at, model in enumerate(models):
+            sent = next((r["bytes"] for r in mine if (r["model"], r["method"]) == (model, method)), None)
+            if sent:
+                label = method if at == 0 else None
+                axes.bar(at + (place - 2) * 0.17, sent, 0.16, color=STYLES[method]["color"], label=label)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(models)), [TITLES[model] for model in models])
+    axes.set_ylabel("bytes a step, from each host")
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
+    save_figure(figure, file)

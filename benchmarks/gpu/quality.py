@@ -21,11 +21,8 @@ from benchmarks.report import environment, read_results, write_results
 
 TASK, FILE = "gpt-124m", "gpu-quality.json"
 DENSE, COMPRESSED, IN_2_BITS = "AdamW, dense", "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"
-PLAN = [
-    *(Run(TASK, name, 4, 0) for name in (DENSE, COMPRESSED, IN_2_BITS)),
-    *(Run(TASK, name, 4, 1) for name in (DENSE, COMPRESSED, IN_2_BITS)),
-    *(Run(TASK, name, 8, 100) for name in (DENSE, COMPRESSED)),
-]
+PLAN = [Run(TASK, name, 4, seed) for seed in (0, 1) for name in (DENSE, COMPRESSED, IN_2_BITS)]
+PLAN += [Run(TASK, name, 8, 100) for name in (DENSE, COMPRESSED)]
 _SAID_EVERY = 50  # steps
 
 
@@ -36,10 +33,8 @@ def done(run: Run, rate: float) -> dict[str, Any]:
 
     def watch(ranks: object, step: int, loss: float) -> None:
         if step % _SAID_EVERY == 0 or step <= 2:
-            print(
-                f"  {run.key}: step {step} of {run.steps}, loss {loss:.3f}, {time.monotonic() - start:.0f} s",
-                flush=True,
-            )
+            done = f"step {step} of {run.steps}, loss {loss:.3f}, {time.monotonic() - start:.0f} s"
+            print(f"  {run.key}: {done}", flush=True)
 
     found = train(run, watch=watch)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,14 +54,6 @@ def left_of(plan: list[Run], kept: dict[str, Any], rate: float) -> list[Run]:
     return [run for run in plan if not is_kept(run)]
 
 
-def looked_for(rates: list[float], variant: str, length: float) -> None:
-    """Print the loss of short runs at several learning rates, on a seed that is not measured."""
-    for rate in rates:
-        run = Run(TASK, variant, 4, 50, length)
-        found = done(run, rate)
-        print(f"rate {rate:g}: {run.key}: {found['curve'][-1:]}, {found['seconds']} s", flush=True)
-
-
 def main() -> None:
     """Do what is left of the plan in the time that there is."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_quality", description=__doc__.splitlines()[0])
@@ -74,15 +61,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
     parser.add_argument("--rate", type=float, default=Tokens.settings.adamw_lr, help="highest learning rate")
     parser.add_argument("--length", type=float, default=1.0, help=f"of {Tokens.settings.steps} steps (default: 1)")
-    parser.add_argument("--rates", type=float, nargs="+", help="only look for a rate: a short run of each")
-    parser.add_argument("--variant", default=DENSE, help=f"of --rates (default: {DENSE})")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     train_on, test_on = tokens.corpus()
     print(f"text {tokens.digest()}: {len(train_on):,} tokens to train on, {len(test_on):,} to test on", flush=True)
-    if args.rates:
-        looked_for(args.rates, args.variant, args.length)
-        return
     args.folder.mkdir(parents=True, exist_ok=True)
     file = args.folder / FILE
     kept = read_results(file) or {"environment": environment(), "runs": {}}

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from benchmarks.exchange.tables import NAMES, STYLES, TITLES, Row
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import nanoseconds_an_element
 from benchmarks.report import label, markdown, panels, read_results, save_figure
@@ -40,8 +40,6 @@ BUDGET = 2 * 10**6
 WITHIN = f"nodes, {BUDGET // 10**6} MB a step"
 METHODS = {FLAT: FLAT, "nodes": HIERARCHICAL, "nodes, sharded": f"{HIERARCHICAL}+{SHARDED}", WITHIN: HIERARCHICAL}
 BITS = {"100mbit": 1e8, "1gbit": 1e9, "10gbit": 1e10}
-
-Row = dict[str, Any]
 
 
 def efficiency(exchange_ms: float, compute_ms: float = COMPUTE_MS) -> float:
@@ -113,7 +111,7 @@ class Point:
         return efficiency(self.ms)
 
 
-def point(method: str, workers: int, density: float, rate: float, rows: Sequence[dict[str, Any]]) -> Point:
+def point(method: str, workers: int, density: float, rate: float, rows: Sequence[Row]) -> Point:
     """The model's answer.
 
     Args:
@@ -130,7 +128,7 @@ def point(method: str, workers: int, density: float, rate: float, rows: Sequence
     return Point(found.card_bytes, 1e3 * (found.network_seconds + found.cpu_seconds), found.density)
 
 
-def _machine(rows: Sequence[dict[str, Any]]) -> Machine:
+def _machine(rows: Sequence[Row]) -> Machine:
     """Its compression is what dgc's exchange between two hosts took beside the network."""
     machine = Machine(COMPUTE_MS / 1e3, overlap=0.0, compress=0.0, update=0.0, overhead=0.0)
     machine = replace(machine, decode=decode_nanoseconds() / 1e9)
@@ -140,7 +138,7 @@ def _machine(rows: Sequence[dict[str, Any]]) -> Machine:
     return replace(machine, compress=rest / sum(spec.numel for spec in tensors))
 
 
-def cluster_table(rows: Sequence[dict[str, Any]], density: float) -> str:
+def cluster_table(rows: Sequence[Row], density: float) -> str:
     """Megabytes into a card, and efficiency, by method and number of workers."""
     lines = []
     for method in (DENSE, FP16, *METHODS):
@@ -157,7 +155,7 @@ def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.{max(0, 2 - int(math.log10(max(nbytes, 1e6) / 1e6)))}f}"
 
 
-def draw_clusters(rows: Sequence[dict[str, Any]], file: Path) -> None:
+def draw_clusters(rows: Sequence[Row], file: Path) -> None:
     """Efficiency over the number of workers, a panel a rate and density."""
     figure, grid = panels(2, 2, 4.2, 3.0, sharex=True, sharey=True)
     for line, density in zip(grid, DENSITIES, strict=True):
@@ -177,4 +175,29 @@ def draw_clusters(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure.legend(
         *grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False, fontsize=8
     )
+    save_figure(figure, file)
+
+
+def draw_efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: float, file: Path) -> None:
+    """Scaling efficiency over N, a panel a rate: measured (points) and modelled (dashed)."""
+    figure, (line,) = panels(len(rates), sharey=True)
+    for axes, rate in zip(line, rates, strict=True):
+        mine = [row for row in rows if (row["model"], row["rate"]) == (model, rate)]
+        for method in ("dense", "fp16", "published DGC", "dgc"):
+            style = {**STYLES[method], "markersize": 5}
+            found = {n: 100 * efficiency(ms) for n, ms in measured(mine, method).items()}
+            if not found:
+                continue
+            axes.semilogx(*zip(*found.items(), strict=True), label=method, **style)
+            if method in ("dense", "dgc"):
+                guess = {2: found[2]} if 2 in found else {}
+                guess |= {n: 100 * efficiency(ms) for n, ms in modelled(mine, method, density).items()}
+                dashed = {**style, "linestyle": "--", "markerfacecolor": "white", "linewidth": 1.2}
+                axes.semilogx(list(guess), list(guess.values()), label=f"{method}, modelled", **dashed)
+        axes.set_xticks((2, 4, 8, *MODELLED), map(str, (2, 4, 8, *MODELLED)))
+        axes.minorticks_off()
+        axes.set_ylim(0, 100)
+        label(axes, f"{TITLES[model]}, {NAMES[rate]}", x="hosts, N")
+    line[0].set_ylabel("scaling efficiency, %")
+    line[0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 
 from benchmarks.command import Benchmark, argument
-from benchmarks.quality import other_tables, runs, selection, tables
+from benchmarks.quality import page, runs, selection, tables
 from benchmarks.quality.training import Run
 from benchmarks.report import read_results
 
@@ -54,9 +54,9 @@ def quick(options: argparse.Namespace) -> None:
     """A few steps of each kind."""
     plan = [Run("lstm", variant, 2, length=QUICK_LENGTH) for variant in ("dense", "+ residual (TopK-SGD)", "dgc")]
     options.plan, options.processes = [*plan, replace(plan[-1], real=True)], 1
-    print(f"{other_tables.vectors(selection.vectors(draws=1))}\n")
+    print(f"{page.vectors(selection.vectors(draws=1))}\n")
     found = selection.gradients("images", "+ residual (TopK-SGD)", steps=9)
-    print(f"{other_tables.gradients({'images, TopK-SGD': found})}\n")
+    print(f"{page.gradients({'images, TopK-SGD': found})}\n")
 
 
 def table(options: argparse.Namespace) -> str:

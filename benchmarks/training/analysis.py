@@ -17,9 +17,11 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import markdown, spread
+from benchmarks.exchange.tables import NAMES, STYLES
+from benchmarks.report import label, markdown, panels, save_figure, spread
 from benchmarks.training.runs import FAST, FIRST_STEPS, SLOW, Study, key
 from benchmarks.training.tasks import COMPRESSED, NO_OP, STOCK, STUDIED, TASKS
 
@@ -250,3 +252,26 @@ def _footnotes(study: Study) -> str:
         ),
     ]
     return "\n\n".join(lines)
+
+
+def draw(curves: Sequence[Curve], hosts: int, file: Path) -> None:
+    """Quality over training time, a row a task and a column a rate; a line a seed, dotted the target of the first.
+
+    Dashed lines are runs whose seconds are steps times the time of a step, not the clock's.
+    """
+    mine = [curve for curve in curves if curve.hosts == hosts]
+    tasks, rates = (list(dict.fromkeys(getattr(curve, name) for curve in mine)) for name in ("task", "rate"))
+    figure, grid = panels(len(rates), len(tasks), 5.2, 3.2)
+    for task, line in zip(tasks, grid, strict=True):
+        for rate, axes in zip(rates, line, strict=True):
+            for curve in (curve for curve in mine if (curve.task, curve.rate) == (task, rate)):
+                first = curve.seed == mine[0].seed
+                style = {"color": STYLES[curve.method]["color"], "label": curve.method if first else None}
+                line_style = "--" if curve.computed else "-"
+                axes.semilogx(curve.seconds, curve.quality, linewidth=1.2, linestyle=line_style, **style)
+                if first and curve.method == "dense":
+                    axes.axhline(curve.target, color="0.6", linestyle=":", linewidth=1)
+            label(axes, f"{task}, {hosts} hosts, {NAMES[rate]}", x="seconds of training")
+        line[0].set_ylabel(TASKS[task].unit)
+    grid[0][0].legend(frameon=False, fontsize=8)
+    save_figure(figure, file)
