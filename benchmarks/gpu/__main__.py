@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ import triton  # noqa: E402
 
 from benchmarks.gpu import adapter, checks, steps, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
-from benchmarks.report import environment  # noqa: E402
+from benchmarks.report import environment, read_results, write_results  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
 
 _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
 _SANITIZER_SECONDS, _PART_SECONDS = 90, 300
 _TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
-_PARTS = ("checks", "training", "horovod", "models", "growth", "steps", "sanitizer")
 _USAGE = "scripts/gpu_check [FOLDER] [--interpret] [--only PART ...] [--only-checks CHECK ...]"
 _start = time.monotonic()
 
@@ -78,64 +76,60 @@ def sanitize() -> dict[str, str]:
         # torch asks the driver for functions that it may not have: no error
         quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
         command = [program, "--tool", tool, *quiet, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu"]
-        started = subprocess.Popen(
-            [*command, "--only-checks", *_SANITIZED], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+        outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            output = started.communicate(timeout=_SANITIZER_SECONDS)[0]
-            found[tool] = "ok" if started.returncode == 0 else output[-2000:]
+            command += ["--only-checks", *_SANITIZED]
+            code, output = ended_within(command, _SANITIZER_SECONDS, env=environment, **outputs)
+            found[tool] = "ok" if code == 0 else output[-2000:]
         except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)
             found[tool] = f"not done after {_SANITIZER_SECONDS} s"
         say(f"{tool}: {found[tool]}")
     return found
+
+
+def ended_within(command: list[str], seconds: float, **options: Any) -> tuple[int, str]:
+    """Exit code and output of a command; TimeoutExpired if it takes longer: it is killed with all that it started."""
+    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
+        try:
+            output = process.communicate(timeout=seconds)[0]
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
 
 
 def in_turn(names: list[str], device: str) -> Iterator[tuple[str, Any]]:
     """The result of each part; the error of one that fails, since the others still tell something."""
     for name in names:
         try:
-            yield name, part(name, device) if len(names) == 1 else by_itself(name)
+            yield name, PARTS[name](device) if len(names) == 1 else by_itself(name)
         except Exception as error:
             say(f"{name} FAILED: {type(error).__name__}: {error}")
             yield f"{name} failed", f"{type(error).__name__}: {error}"[:4000]
 
 
 def by_itself(name: str) -> Any:
-    """`part` in a process of its own: a wrong access spoils the device for a whole process, and one may hang."""
+    """A part in a process of its own: a wrong access spoils the device for a whole process, and one may hang."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--interpret"] if INTERPRETED else []
         command = [sys.executable, "-m", "benchmarks.gpu", folder, "--only", name, "--quiet", *flags]
-        with subprocess.Popen(command, start_new_session=True) as process:
-            try:
-                code = process.wait(timeout=_PART_SECONDS)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)  # its workers too
-                raise
-        written = Path(folder) / "gpu.json"
-        figures = json.loads(written.read_text())["figures"] if written.exists() else {}
+        code, _ = ended_within(command, _PART_SECONDS)
+        figures = read_results(Path(folder, "gpu.json")).get("figures", {})
     if name not in figures:
         raise RuntimeError(figures.get(f"{name} failed", f"its process has ended with exit code {code}"))
     return figures[name]
 
 
-def part(name: str, device: str) -> Any:
-    """One of `_PARTS`; what it found."""
-    runs = 3 if INTERPRETED else 20
-    if name == "checks":
-        return check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS))
-    if name == "sanitizer":
-        return {} if INTERPRETED else sanitize()
-    if name == "horovod":
-        return adapter.study(device, say)
-    if name == "training":
-        return training.study(device)
-    if name == "steps":
-        return steps.study(device, steps.TINY if INTERPRETED else steps.MODELS, say)
-    if name == "models":
-        return timing.models(device, runs, _TINY if INTERPRETED else timing.MODELS, say)
-    return timing.growth(device, runs, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS, say)
+RUNS = 3 if INTERPRETED else 20
+PARTS: dict[str, Callable[[str], Any]] = {
+    "checks": lambda device: check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS)),
+    "training": training.study,
+    "horovod": lambda device: adapter.study(device, say),
+    "models": lambda device: timing.models(device, RUNS, _TINY if INTERPRETED else timing.MODELS, say),
+    "growth": lambda device: timing.growth(device, RUNS, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS, say),
+    "steps": lambda device: steps.study(device, steps.TINY if INTERPRETED else steps.MODELS, say),
+    "sanitizer": lambda device: {} if INTERPRETED else sanitize(),
+}
 
 
 def main() -> None:
@@ -143,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", usage=_USAGE, description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help="for gpu.json and the plot")
     parser.add_argument("--interpret", action="store_true", help="without a GPU, tiny: to see that it runs")
-    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="these parts (default: all)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts (default: all)")
     names = list(checks.CHECKS)
     parser.add_argument("--only-checks", nargs="+", metavar="CHECK", choices=names, help="these and nothing else")
     parser.add_argument("--quiet", action="store_true", help="say nothing before and after")
@@ -164,14 +158,11 @@ def main() -> None:
         parser.error(f"the folder {args.folder} cannot be made: {error}")
     for name, result in in_turn(args.only, device):
         found[name] = result
-        text = json.dumps({"environment": here, "figures": found}, indent=1)
-        (args.folder / "gpu.json").write_text(text + "\n")  # after each part: the rest may not come
+        write_results(args.folder / "gpu.json", {"environment": here, "figures": found})  # the rest may not come
     if not args.quiet:
         summary(found, args.folder)
-    tools = found.get("sanitizer", {})  # one that is not there, or was too slow, has found nothing
-    problems = {
-        name: text for name, text in tools.items() if text not in ("ok", "not installed") and "not done" not in text
-    }
+    well = ("ok", "not installed", f"not done after {_SANITIZER_SECONDS} s")  # these have found nothing
+    problems = {name: text for name, text in found.get("sanitizer", {}).items() if text not in well}
     failed = {name: text for name, text in found.items() if name.endswith(" failed")}
     ended({**found.get("checks", {}), **found.get("horovod", {}), **problems, **failed})
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.transcript import DATA, FEEDS, Size, bucket_of, transcript
+from benchmarks.gpu.transcript import DATA, FEEDS, Size, bucket_of, drawn, feed, transcript, update
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import RULES
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket
-from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
+from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.wire.codecs import VALUE_CODECS
@@ -28,8 +28,12 @@ ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 300_003, 4096, 700_000), steps=6, 
 SANITIZED = Size("cuda", (1, 63, 4097, 333, 9000), steps=3, ranks=2, long_run=3)
 
 
+def _both(size: Size) -> tuple[TritonKernels, ReferenceKernels]:
+    return TritonKernels(size.device), ReferenceKernels()
+
+
 def _same(size: Size, config: DGCConfig, **how: Any) -> None:
-    ours, reference = (transcript(k, config, size, **how) for k in (TritonKernels(size.device), ReferenceKernels()))
+    ours, reference = (transcript(kernels, config, size, **how) for kernels in _both(size))
     wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=True)) if a != b]
     assert not wrong, f"{len(wrong)} of {len(reference)} vectors and packets differ, the first is number {wrong[0]}"
 
@@ -99,9 +103,7 @@ def the_device_does_it(size: Size) -> None:
     kernels, config, bucket = TritonKernels(size.device), DGCConfig(density=0.02), bucket_of(size.numels)
     engine, by_device = BucketEngine(bucket, config, kernels, 0, 1), []
     for step in range(14):
-        g = np.random.default_rng(step).laplace(size=bucket.numel).astype(np.float32)
-        for i, segment in enumerate(bucket.segments):
-            engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
+        feed(engine, drawn("laplace", bucket.numel, step))
         engine.compress(1.0, step, 0.02)
         by_device.append(type(engine._sent).__name__ == "DeviceSentRecord")
     # v grows from nothing at first, faster than thresholds follow
@@ -113,22 +115,16 @@ def under_way_together(size: Size) -> None:
     """Buckets on several streams, launched before the first message is taken; for some of them the host must choose."""
     config, bucket = DGCConfig(density=0.02), bucket_of(size.numels)
     kinds, not_finite, given_up = ("laplace", "few", "laplace", "ties"), (3, 2), 5
-    both = [
-        [BucketEngine(bucket, config, kernels, 0, 1) for _ in kinds]
-        for kernels in (TritonKernels(size.device), ReferenceKernels())
-    ]
+    both = [[BucketEngine(bucket, config, kernels, 0, 1) for _ in kinds] for kernels in _both(size)]
     by_device, streams = 0, [_stream(size.device) for _ in kinds]
     for step in range(7):
         said: list[list[bytes]] = []
         for engines in both:
             for number, (engine, kind) in enumerate(zip(engines, kinds, strict=True)):
-                g = np.asarray(DATA[kind](np.random.default_rng([step, number]), bucket.numel)).astype(np.float32)
+                g = drawn(kind, bucket.numel, step, number)
                 g[7] = np.nan if (step, number) == not_finite else g[7]
                 with streams[number]:
-                    for i, segment in enumerate(bucket.segments):
-                        engine.add_gradient(
-                            i, engine.kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9)
-                        )
+                    feed(engine, g)
                     engine.begin_compress(1.0, step, 0.02)
             payloads = [engine.message().payload.tobytes() for engine in engines] if step != given_up else []
             by_device += sum(type(engine._sent).__name__ == "DeviceSentRecord" for engine in engines)
@@ -152,7 +148,7 @@ def _stream(device: str) -> AbstractContextManager[object]:
 
 def sums(size: Size) -> None:
     """Sums in the one fixed order, of all chunks and of some, with what is not finite as zero; and a bucket's norm."""
-    ours, reference = TritonKernels(size.device), ReferenceKernels()
+    ours, reference = _both(size)
     for numel in (1, 15, 4096, 4097, 40_000, 600_000):
         x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32) * np.float32(1e10)
         x[numel // 2] = np.inf
@@ -169,7 +165,7 @@ def sums(size: Size) -> None:
 
 def measurements(size: Size) -> None:
     """Sums of squares by rows and columns, and products with signs, of runs that begin and end anywhere."""
-    ours, reference = TritonKernels(size.device), ReferenceKernels()
+    ours, reference = _both(size)
     for numel, offset, width in ((1, 0, 1), (4097, 3000, 7), (9001, 50, 300), (40_000, 1000, 64), (70_000, 0, 3000)):
         rng = np.random.default_rng(numel)
         x, signs = rng.standard_normal(numel).astype(np.float32), rng.choice([-1, 1], 2 * width).astype(np.float32)
@@ -182,29 +178,22 @@ def replicas(size: Size) -> None:
     """Four ranks, many steps: the updates are the same bits on all of them, and those of the reference."""
     config, ranks = DGCConfig(density=0.01, clip_norm=None), 4
     bucket = bucket_of(size.numels[:5])
-    everyone = [[BucketEngine(bucket, config, kernels, rank, ranks) for rank in range(ranks)]
-                for kernels in (TritonKernels(size.device), ReferenceKernels())]  # fmt: skip
+    everyone = [[BucketEngine(bucket, config, kernels, r, ranks) for r in range(ranks)] for kernels in _both(size)]
     noise = np.random.default_rng(1).laplace(size=bucket.numel + 10_000).astype(np.float32)
     for step in range(size.long_run):
         updates = []
         for engines in everyone[: 2 if step < 50 else 1]:  # the reference is slow
-            kernels = engines[0].kernels
             packets = []
             for rank, engine in enumerate(engines):
                 start = (step * 613 + rank * 1777) % 10_000
-                g = noise[start : start + bucket.numel]
-                for i, segment in enumerate(bucket.segments):
-                    engine.add_gradient(i, kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
+                feed(engine, noise[start : start + bucket.numel])
                 packets.append(engine.compress(1.0, step, 0.01).payload.copy())
             for engine in engines:
                 assert engine.receive(np.concatenate(packets)) is None
-                outputs = [kernels.new(segment.numel) for segment in bucket.segments]
-                for i, target in enumerate(outputs):
-                    engine.outputs.put(i, target)
-                engine.aggregate_into(1 / ranks)
-                assert engine.settle() and engine.outcome.finite
+                outputs = update(engine)
+                assert engine.outcome.finite
                 engine.commit()
-                updates.append(b"".join(kernels.to_host(target).tobytes() for target in outputs))
+                updates.append(b"".join(engine.kernels.to_host(target).tobytes() for target in outputs))
         assert len(set(updates)) == 1, f"step {step}"
 
 
@@ -212,10 +201,7 @@ def damaged_packets(size: Size) -> None:
     """Damage is found in the same packets as by the host's coder."""
     for values in VALUE_CODECS:
         config = DGCConfig(density=0.02, values=values)
-        ours, reference = (
-            BucketEngine(bucket_of(size.numels), config, kernels, 0, 1)
-            for kernels in (TritonKernels(size.device), ReferenceKernels())
-        )
+        ours, reference = (BucketEngine(bucket_of(size.numels), config, kernels, 0, 1) for kernels in _both(size))
         packet = _packet_of(reference)
         _packet_of(ours)
         rng, refused = np.random.default_rng(7), 0
@@ -232,9 +218,7 @@ def damaged_packets(size: Size) -> None:
 
 def _packet_of(engine: BucketEngine) -> np.ndarray:
     for step in range(3):
-        g = np.random.default_rng(step).laplace(size=engine.bucket.numel).astype(np.float32)
-        for i, segment in enumerate(engine.bucket.segments):
-            engine.add_gradient(i, engine.kernels.from_host(g[segment.place].copy()), MomentumCorrection(0.9))
+        feed(engine, drawn("laplace", engine.bucket.numel, step))
         message = engine.compress(1.0, step, 0.02)
     return message.payload.copy()
 
@@ -243,10 +227,7 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
     """The elements of a packet, or that it is refused."""
     try:
         engine.receive(packet)
-        for i, segment in enumerate(engine.bucket.segments):
-            engine.outputs.put(i, engine.kernels.new(segment.numel))
-        engine.aggregate_into(1.0)
-        engine.settle()
+        update(engine)
     except CorruptPacket:
         return "refused"
     (elements,) = engine.exchange.contributions

@@ -9,19 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.kernels.speed import growth_table
-from benchmarks.report import (
-    IMAGES,
-    RESULTS,
-    ROOT,
-    label,
-    markdown,
-    panels,
-    read_results,
-    save_figure,
-    spread,
-    write_into_page,
-)
+from benchmarks.report import IMAGES, RESULTS, markdown, read_results, spread
 
 LARGE, SLOWER_AT_MOST, SMALL_SLOWER_AT_MOST = 100_000_000, 1.5, 2.0  # elements; of models that have as many, of others
 DECODE_AT_MOST, IDLE_AT_MOST = 0.5, 5.0  # times compress; percent of compress
@@ -54,45 +44,37 @@ def tables(found: dict[str, Any]) -> str:
 
 def model_table(rows: list[dict[str, Any]]) -> str:
     """Compress, beside the floor and the published flows."""
-    head = ["", "elements", "buckets", "floor, ms", "compress, ms", "times the floor", "launches a bucket",
-            "device busy, ms", f"{TOPK}, ms", f"{PUBLISHED}, ms", f"{GAUSSIAN}, ms"]  # fmt: skip
-    lines = [
-        [
-            row["model"], f"{row['numel']:,}", row["buckets"], f"{row['floor_ms']:.3f}", f"{row['compress']['ms']:.3f}",
-            f"{row['compress']['ms'] / row['floor_ms']:.2f}×",
-            _figure(row.get("launches"), ".1f"), _figure(row.get("busy_ms"), ".3f"),
-            *(f"{row[flow]['ms']:.2f} ({row[flow]['ms'] / row['compress']['ms']:.1f}×)"
-              for flow in (TOPK, PUBLISHED, GAUSSIAN)),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return markdown(head, lines)
+    lines = []
+    for row in rows:
+        ours, flows = row["compress"]["ms"], [row[flow]["ms"] for flow in (TOPK, PUBLISHED, GAUSSIAN)]
+        figures = f"{row['floor_ms']:.3f}", f"{ours:.3f}", f"{ours / row['floor_ms']:.2f}×"
+        device = _figure(row.get("launches"), ".1f"), _figure(row.get("busy_ms"), ".3f")
+        peers = (f"{ms:.2f} ({ms / ours:.1f}×)" for ms in flows)
+        lines.append([row["model"], f"{row['numel']:,}", row["buckets"], *figures, *device, *peers])
+    head = ["", "elements", "buckets", "floor, ms", "compress, ms", "times the floor", "launches a bucket"]
+    return markdown([*head, "device busy, ms", f"{TOPK}, ms", f"{PUBLISHED}, ms", f"{GAUSSIAN}, ms"], lines)
 
 
 def host_table(rows: list[dict[str, Any]]) -> str:
     """The device's and the host's time in compress; a dash for what a row of an older run does not have."""
     lines = []
     for row in rows:
-        whole, busy = row["compress"]["ms"], row["busy_ms"]
-        idle, waits = None if busy is None else max(0, whole - busy), row.get("host_waits_ms")
-        lines.append([
-            row["model"], _figure(idle, ".3f"), _figure(row.get("host_launches_ms"), ".3f"),
-            _figure(None if waits is None else waits / whole, ".0%"),
-        ])  # fmt: skip
+        whole, busy, waits = row["compress"]["ms"], row["busy_ms"], row.get("host_waits_ms")
+        idle = _figure(None if busy is None else max(0, whole - busy), ".3f")
+        waiting = _figure(None if waits is None else waits / whole, ".0%")
+        lines.append([row["model"], idle, _figure(row.get("host_launches_ms"), ".3f"), waiting])
     return markdown(["compress", "device idle, ms", "host launches for, ms", "host waits, of the time"], lines)
 
 
 def decode_table(rows: list[dict[str, Any]]) -> str:
     """Decode of eight packets."""
-    lines = [
-        [row["model"], f"{row['decode']['ms']:.3f}", f"{row['decode']['ms'] / row['compress']['ms']:.2f}×",
-         _figure(row.get("decode_pinned", {}).get("ms"), ".3f"), _figure(row.get("decode_launches"), ".1f"),
-         _figure(row.get("decode_busy_ms"), ".3f")]
-        for row in rows
-    ]  # fmt: skip
-    head = ["decode of 8 packets", "ms", "times compress", "from pinned memory, ms", "launches a bucket",
-            "device busy, ms"]  # fmt: skip
-    return markdown(head, lines)
+    lines = []
+    for row in rows:
+        ms, pinned = row["decode"]["ms"], _figure(row.get("decode_pinned", {}).get("ms"), ".3f")
+        device = _figure(row.get("decode_launches"), ".1f"), _figure(row.get("decode_busy_ms"), ".3f")
+        lines.append([row["model"], f"{ms:.3f}", f"{ms / row['compress']['ms']:.2f}×", pinned, *device])
+    head = ["decode of 8 packets", "ms", "times compress", "from pinned memory, ms", "launches a bucket"]
+    return markdown([*head, "device busy, ms"], lines)
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -102,17 +84,14 @@ def _figure(value: float | None, form: str) -> str:
 
 def step_table(rows: list[dict[str, Any]]) -> str:
     """Whole steps of real models, alone and with all of an exchange but the network."""
-    head = ["whole step", "optimizer", "alone, ms", "DDP with an empty hook, ms", "compressed, ms", "added",
-            "host waits", "memory alone, GiB", "compressed, GiB"]  # fmt: skip
-    lines = [
-        [
-            row["model"], row["optimizer"], *(f"{row[way]['ms']:.1f}" for way in STEP_WAYS), f"{added(row):+.1f} %",
-            "" if row["compressed"]["waits"] is None else f"{row['compressed']['waits']:.1%}",
-            *("" if row[way]["memory"] is None else f"{row[way]['memory']:.2f}" for way in STEP_WAYS[::2]),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return markdown(head, lines)
+    lines = []
+    for row in rows:
+        times, waits = (f"{row[way]['ms']:.1f}" for way in STEP_WAYS), row["compressed"]["waits"]
+        memory = ["" if row[way]["memory"] is None else f"{row[way]['memory']:.2f}" for way in STEP_WAYS[::2]]
+        waiting = "" if waits is None else f"{waits:.1%}"
+        lines.append([row["model"], row["optimizer"], *times, f"{added(row):+.1f} %", waiting, *memory])
+    head = ["whole step", "optimizer", "alone, ms", "DDP with an empty hook, ms", "compressed, ms", "added"]
+    return markdown([*head, "host waits", "memory alone, GiB", "compressed, GiB"], lines)
 
 
 def added(row: dict[str, Any]) -> float:
@@ -124,15 +103,14 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     """Picoseconds an element over the size, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         return
-    figure, ((axes,),) = panels(width=6.4, height=4.2)
+    figure, ((axes,),) = report.panels(width=6.4, height=4.2)
     for flow in dict.fromkeys(row["flow"] for row in rows):
-        mine = [row for row in rows if row["flow"] == flow]
+        points = [(row["millions"], 1e3 * row["ms"] / row["millions"]) for row in rows if row["flow"] == flow]
         style = {"linewidth": 2.5} if flow == "ours" else {"linestyle": "--", "alpha": 0.8}
-        axes.loglog([r["millions"] for r in mine], [1e3 * r["ms"] / r["millions"] for r in mine], marker="o",
-                    label=flow, **style)  # fmt: skip
-    label(axes, x="million elements", y="picoseconds an element")
+        axes.loglog(*zip(*points, strict=True), marker="o", label=flow, **style)
+    report.label(axes, x="million elements", y="picoseconds an element")
     axes.legend(frameon=False)
-    save_figure(figure, file)
+    report.save_figure(figure, file)
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:
@@ -179,11 +157,9 @@ def quality_table(runs: dict[str, Any]) -> str:
         if "traffic" in each and _place(each) in dense:
             beside, variant = dense[_place(each)]["loss"], each["run"]["variant"]
             gaps[variant].append(each["loss"] - beside)
-            lines.append([
-                f"{variant}, N = {each['run']['workers']}, seed {each['run']['seed']}, {each['device']}",
-                f"{each['steps']:,}", f"{beside:.4f}", f"{each['loss']:.4f}", f"{gaps[variant][-1]:+.4f}",
-                f"1/{1 / each['traffic']:.1f}",
-            ])  # fmt: skip
+            place = f"{variant}, N = {each['run']['workers']}, seed {each['run']['seed']}, {each['device']}"
+            losses = f"{beside:.4f}", f"{each['loss']:.4f}", f"{gaps[variant][-1]:+.4f}"
+            lines.append([place, f"{each['steps']:,}", *losses, f"1/{1 / each['traffic']:.1f}"])
     head = ["GPT of 124 M", "steps", "dense, nats", "compressed, nats", "gap", "bytes"]
     means = [
         f"- {variant}: {spread(values, '+.4f')} nats, {len(values)} run{'s' * (len(values) > 1)}"
@@ -199,14 +175,14 @@ def _place(found: dict[str, Any]) -> tuple[Any, ...]:
 
 def quality_plot(runs: dict[str, Any], file: Path) -> None:
     """Held-out loss over the steps of every run."""
-    figure, ((axes,),) = panels(width=6.4, height=4.2)
+    figure, ((axes,),) = report.panels(width=6.4, height=4.2)
     for key, found in runs.items():
         style = {"linestyle": "--", "color": "black"} if "traffic" not in found else {}
-        label_of = key.split(", ", 1)[1]
-        axes.plot([p[0] for p in found["curve"]], [p[1] for p in found["curve"]], label=label_of, **style)
-    label(axes, x="step", y="loss on held-out text, nats a token")
+        steps, losses, _ = zip(*found["curve"], strict=True)
+        axes.plot(steps, losses, label=key.split(", ", 1)[1], **style)
+    report.label(axes, x="step", y="loss on held-out text, nats a token")
     axes.legend(frameon=False, fontsize=7)
-    save_figure(figure, file)
+    report.save_figure(figure, file)
 
 
 def keep_quality(file: Path) -> None:
@@ -215,7 +191,7 @@ def keep_quality(file: Path) -> None:
     shutil.copy(file, RESULTS)
     quality_plot(runs, IMAGES / "gpu-quality.svg")
     text = f"{quality_table(runs)}\n\n![loss over steps](images/gpu-quality.svg)"
-    write_into_page(ROOT / "docs" / "cuda.md", "gpu quality", text)
+    report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu quality", text)
 
 
 def main() -> None:
@@ -239,7 +215,7 @@ def main() -> None:
     if (folder / "gpu-growth.svg").exists():
         shutil.copy(folder / "gpu-growth.svg", IMAGES)
         parts.insert(2, "![picoseconds an element over the number of elements](images/gpu-growth.svg)")
-    write_into_page(ROOT / "docs" / "cuda.md", "gpu", "\n\n".join(parts))
+    report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu", "\n\n".join(parts))
 
 
 if __name__ == "__main__":

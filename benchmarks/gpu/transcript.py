@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,11 +91,10 @@ def transcript(
     for step in range(size.steps):
         messages = []
         for rank, engine in enumerate(engines):
-            g = _drawn(data, step, rank, bucket.numel).copy()
+            g = drawn(data, bucket.numel, step, rank)
             at = step % bucket.numel
             g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
-            for i, segment in enumerate(bucket.segments):
-                engine.add_gradient(i, _placed(kernels, g[segment.place], shift), feeds(kernels, step, segment))
+            feed(engine, g, feeds, step, shift)
             message = engine.compress(0.5, step, config.final_density)
             messages.append(replace(message, payload=message.payload.copy()))
         buffers: list[Any] = [message.payload for message in messages]
@@ -106,27 +104,36 @@ def transcript(
             found = [engine.receive(part) for engine, part in zip(engines, parts, strict=True)]
             buffers = [None if buffer is None else buffer.copy() for buffer in found]
         for engine in engines:
-            said += _applied(kernels, engine, shift)
+            outputs = update(engine, shift)
+            if not engine.outcome.finite:
+                engine.rollback()
+            states = (engine.state.v, engine.state.u, engine.state.remainder)
+            said += [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]
     return said
 
 
-@functools.lru_cache(64)
-def _drawn(data: str, step: int, rank: int, numel: int) -> np.ndarray:
-    return np.asarray(DATA[data](np.random.default_rng([step, rank]), numel)).astype(np.float32)
+def drawn(data: str, numel: int, *seed: int) -> np.ndarray:
+    """A gradient of one of the kinds of `DATA`."""
+    return np.asarray(DATA[data](np.random.default_rng(seed), numel)).astype(np.float32)
 
 
-def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
-    return kernels.from_host(np.concatenate([np.zeros(shift, np.float32), x]))[shift:]
+def feed(engine: BucketEngine, g: np.ndarray, feeds: Feeds = FEEDS["momentum"], step: int = 0, shift: int = 0) -> None:
+    """Give an engine the gradients of all its segments."""
+    for i, segment in enumerate(engine.bucket.segments):
+        given = _placed(engine.kernels, g[segment.place], shift)
+        engine.add_gradient(i, given, feeds(engine.kernels, step, segment))
 
 
-def _applied(kernels: Any, engine: BucketEngine, shift: int) -> list[bytes]:
+def update(engine: BucketEngine, shift: int = 0) -> list[Any]:
+    """The update of every segment, of what an engine has received."""
     nothing = (np.full(segment.numel, np.nan, np.float32) for segment in engine.bucket.segments)
-    outputs = [_placed(kernels, x, shift) for x in nothing]
+    outputs = [_placed(engine.kernels, x, shift) for x in nothing]
     for i, target in enumerate(outputs):
         engine.outputs.put(i, target)
     engine.aggregate_into(1 / engine.workers)
     engine.settle()
-    if not engine.outcome.finite:
-        engine.rollback()
-    states = (engine.state.v, engine.state.u, engine.state.remainder)
-    return [kernels.to_host(x).tobytes() for x in (*states, *outputs) if x is not None]
+    return outputs
+
+
+def _placed(kernels: Any, x: np.ndarray, shift: int) -> Any:
+    return kernels.from_host(np.concatenate([np.zeros(shift, np.float32), x]))[shift:]
