@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmarks.exchange.tables import NAMES
 from benchmarks.netlab import lab
 from benchmarks.quality.tasks import GPT_BLOCKS, GPT_WIDTH, Bytes, TransformerModel
 from benchmarks.ranks import launch
-from benchmarks.report import RESULTS, keep, markdown, panels, read_results, save_figure, slowest
+from benchmarks.report import RESULTS, complete, markdown, panels, read_results, save_figure, slowest
 from dgc_horovod.planning.trial import Trial
 
 FILE, TIMEOUT_SECONDS = RESULTS / "auto.json.xz", 1800
@@ -212,15 +213,17 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
     }
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Every model over every link."""
-    from tqdm import tqdm
-
-    for model, rate in tqdm(list(itertools.product(options.models, options.rates)), unit="cell", ncols=100):
+def cell(model: str, rate: str) -> dict[str, Any]:
+    """What the ranks of a model have found over a link."""
+    with lab(HOSTS, rate) as hosts:
         rank = f"benchmarks.auto:{'keras' if model in KERAS else 'torch'}_rank"
-        with lab(HOSTS, rate) as hosts:
-            found = launch(rank, model, HOSTS, hosts, TIMEOUT_SECONDS)
-        keep(options.file, f"{model}, {rate}", {"model": model, "rate": rate, "ranks": found})
+        return {"model": model, "rate": rate, "ranks": launch(rank, model, HOSTS, hosts, TIMEOUT_SECONDS)}
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Every model over every link that is not kept yet."""
+    places = itertools.product(options.models, options.rates)
+    complete(options.file, {f"{model}, {rate}": partial(cell, model, rate) for model, rate in places})
 
 
 def _slower(cell: Cell, method: str) -> list[float]:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 from benchmarks.command import Benchmark, argument
-from benchmarks.netlab import lab
+from benchmarks.netlab import lab, network
 from benchmarks.ranks import launch
-from benchmarks.report import RESULTS, check_machine, markdown, read_results, remembered, slowest
+from benchmarks.report import RESULTS, complete, deciles, markdown, read_results, slowest
 from dgc_horovod.exchange.contract import Round
 from dgc_horovod.planning import collectives as formulas
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 
 FILE, TIMEOUT_SECONDS = RESULTS / "collectives.json", 900
-LINKS = (("100mbit", "20ms"),)  # what a hop and Horovod's negotiation cost; bytes are in benchmarks.exchange
+RATE, DELAY = "100mbit", "20ms"  # what a hop and Horovod's negotiation cost; bytes are in benchmarks.exchange
 SIZES = (8_000, 160_000)  # bytes: multiples of 8 hosts and of 4 bytes
-BITS = {"100mbit": 1e8, "1gbit": 1e9}
 KINDS = ("allgather", "allreduce", "alltoall")
 UNTIMED, FEWEST = 3, 3
 
@@ -62,34 +60,30 @@ def rank(order: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"kind": kind, "nbytes": n, "ms": times(kind, n)} for kind, n in itertools.product(KINDS, SIZES)]
 
 
-def cell(hosts: int, rate: str, delay: str, seconds: float, most: int) -> dict[str, Any]:
+def cell(hosts: int, options: argparse.Namespace) -> dict[str, Any]:
     """A row for each collective and size, and what the link carried."""
-    with lab(hosts, rate, delay=delay) as up:
-        place = {"hosts": hosts, "rate": rate, "delay": delay, "link_mbit": round(up.one_way(), 1)}
-        order = {"seconds": seconds, "most": most}
+    with lab(hosts, RATE, delay=DELAY) as up:
+        place = {"hosts": hosts, "rate": RATE, "delay": DELAY, "link_mbit": round(up.one_way(), 1)}
+        order = {"seconds": options.seconds, "most": options.most}
         found = launch("benchmarks.collectives:rank", order, hosts, up, TIMEOUT_SECONDS)
     rows = []
     for of_ranks in zip(*found, strict=True):
         steps = slowest(each["ms"] for each in of_ranks)
-        shown = {f"p{p}": round(float(np.percentile(steps, p)), 3) for p in (10, 50, 90)}
-        rows.append({**place, **of_ranks[0], "steps": len(steps), "ms": shown})
+        rows.append({**place, **of_ranks[0], "steps": len(steps), "ms": deciles(steps)})
     return {"rows": rows}
 
 
 def measure(options: argparse.Namespace) -> None:
     """Every number of hosts that is not kept yet."""
-    check_machine(options.file, (each["environment"] for each in read_results(options.file).values()))
-    for hosts, link in itertools.product(options.hosts, LINKS):
-        make = functools.partial(cell, hosts, *link, options.seconds, options.most)
-        remembered(options.file, f"N={hosts}, {', '.join(link)}", make)
+    complete(options.file, {f"N={hosts}, {RATE}, {DELAY}": partial(cell, hosts, options) for hosts in options.hosts})
 
 
 def predicted(row: Mapping[str, Any]) -> float:
     """Milliseconds of a row by the planner."""
     dtype, width = ("float32", 4) if row["kind"] == "allreduce" else ("uint8", 1)
-    delay = float(row["delay"].removesuffix("ms")) / 1e3
-    link = Link(BITS[row["rate"]])
-    cluster = Cluster(row["hosts"], Link(link.bits, link.latency + delay, link.message))
+    link = Link(network.bits_per_second(row["rate"]))
+    link = replace(link, latency=link.latency + network.seconds(row["delay"]))
+    cluster = Cluster(row["hosts"], link)
     collective = Round("measured", row["kind"], dtype, row["nbytes"] // width)
     adding = Machine(1.0).over_gloo().add(collective)
     return 1e3 * (formulas.waiting(1, cluster) + formulas.seconds(collective, cluster, adding))
@@ -97,15 +91,12 @@ def predicted(row: Mapping[str, Any]) -> float:
 
 def table(kept: Mapping[str, Any]) -> str:
     """A line for each collective and size, measured and predicted for each number of hosts."""
-    rows = [row for each in kept.values() for row in each["rows"]]
-    hosts = sorted({row["hosts"] for row in rows})
+    cells = sorted(kept.values(), key=lambda cell: cell["rows"][0]["hosts"])  # all of the same collectives and sizes
     lines = []
-    for place in dict.fromkeys((row["rate"], row["delay"], row["kind"], row["nbytes"]) for row in rows):
-        line = [f"{place[0]}, {place[1]}: {place[2]} of {place[3] / 1e3:,.0f} kB"]
-        for count in hosts:
-            found = [r for r in rows if (r["rate"], r["delay"], r["kind"], r["nbytes"], r["hosts"]) == (*place, count)]
-            line += [f"{found[0]['ms']['p50']:.1f}", f"{predicted(found[0]):.1f}"] if found else ["", ""]
-        lines.append(line)
+    for rows in zip(*(cell["rows"] for cell in cells), strict=True):
+        title = f"{rows[0]['rate']}, {rows[0]['delay']}: {rows[0]['kind']} of {rows[0]['nbytes'] / 1e3:,.0f} kB"
+        lines.append([title, *(f"{ms:.1f}" for row in rows for ms in (row["ms"]["p50"], predicted(row)))])
+    hosts = [cell["rows"][0]["hosts"] for cell in cells]
     return markdown(["", *(text for n in hosts for text in (f"N = {n}: ms", "predicted"))], lines)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 
@@ -78,15 +80,32 @@ def keep(file: Path, key: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     return cell
 
 
-def remembered(file: Path, key: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """The cell that `file` keeps under `key`; made, and kept, where it is not there: a stopped study goes on."""
+def complete(file: Path, cells: Mapping[str, Callable[[], Mapping[str, Any]]], one_machine: bool = True) -> None:
+    """Make every cell that `file` does not have, and keep each at once: a study that was stopped goes on.
+
+    Args:
+        file: of results.
+        cells: functions that make the figures, by key.
+        one_machine: whether all that is in the file must be of this machine; else OtherMachine.
+    """
+    from tqdm import tqdm
+
     kept = read_results(file)
-    return kept[key] if key in kept else keep(file, key, make())
+    if one_machine:
+        check_machine(file, (each["environment"] for each in kept.values()))
+    for key in (bar := tqdm([key for key in cells if key not in kept], unit="cell", ncols=100)):
+        bar.set_postfix_str(key)
+        keep(file, key, cells[key]())
 
 
 def keep_all(file: Path, figures: Any) -> None:
     """Write a file whose figures are of one run, with the environment."""
     write_results(file, {"environment": environment(), "figures": figures})
+
+
+def deciles(values: Sequence[float]) -> dict[str, float]:
+    """The median and the two outer deciles, of milliseconds."""
+    return {f"p{percent}": round(float(np.percentile(values, percent)), 3) for percent in (10, 50, 90)}
 
 
 def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:

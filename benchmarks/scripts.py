@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 from benchmarks.command import Benchmark, argument
 from benchmarks.ranks import LaunchError, found_in, output_of
-from benchmarks.report import RESULTS, ROOT, markdown, read_results, remembered, spread
+from benchmarks.report import RESULTS, ROOT, complete, markdown, read_results, spread
 
 FILE, TIMEOUT_SECONDS = RESULTS / "scripts.json", 600
 CONTROLLERS = {"Gloo": "--gloo", "MPI": "--mpi '--mpi-args=--oversubscribe --allow-run-as-root'"}
@@ -104,14 +105,13 @@ class Study:
     cells: Callable[..., Sequence[str]]
     caption: str
 
-    def keys(self, seeds: Sequence[int]) -> list[tuple[Job, int, str]]:
-        """Every job with every seed, and its key; each once."""
-        jobs = dict.fromkeys(job for row in self.rows.values() for job in row)
-        return [(job, seed, job.key(seed)) for seed in seeds for job in jobs]
+    def jobs(self) -> list[Job]:
+        """Every job, each once."""
+        return list(dict.fromkeys(job for row in self.rows.values() for job in row))
 
     def table(self, name: str, kept: Mapping[str, Any]) -> str:
         """Of the seeds that every job has."""
-        jobs = [job for row in self.rows.values() for job in row]
+        jobs = self.jobs()
         seeds = [n for n in range(100) if all(job.key(n) in kept for job in jobs)]
         if not seeds:
             return "No seed has all runs of this table yet."
@@ -267,11 +267,9 @@ STUDIES = {
 
 def measure(options: argparse.Namespace) -> None:
     """Train what is not kept yet."""
-    from tqdm import tqdm
-
-    study = STUDIES[options.study]
-    for job, seed, key in tqdm(study.keys(range(options.seeds)), unit="run"):
-        remembered(options.file, key, lambda job=job, seed=seed: job.train(seed))  # type: ignore[misc]
+    jobs = STUDIES[options.study].jobs()
+    runs = {job.key(seed): partial(job.train, seed) for seed in range(options.seeds) for job in jobs}
+    complete(options.file, runs, one_machine=False)
 
 
 def texts() -> dict[tuple[Path, str], str]:

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.command import Benchmark, argument
 from benchmarks.exchange import tables, worker
 from benchmarks.exchange.methods import METHODS, NODE_METHODS, NOTHING
 from benchmarks.netlab import Lab, unavailable
 from benchmarks.ranks import HERE, LaunchError, hosts_at, launch
-from benchmarks.report import check_machine, keep, read_results, slowest
+from benchmarks.report import check_machine, deciles, keep, read_results, slowest
 from benchmarks.shapes import SHAPES, numel
 
 TIMEOUT_SECONDS = 3_000
@@ -135,7 +133,7 @@ def _row(cell: Cell, method: str, launches: Sequence[Sequence[Mapping[str, Any]]
         "rate": cell.rate,
         "method": method,
         "steps": len(ordered),
-        "ms": {f"p{percent}": round(float(np.percentile(ordered, percent)), 3) for percent in (10, 50, 90)},
+        "ms": deciles(ordered),
         "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
         "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),
         "processor_ms": round(statistics.mean(ms for rank in every for ms in rank["processor_ms"]), 3),
