@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -126,12 +127,9 @@ def step_ms(run: Mapping[str, Any]) -> float:
 
 def seconds_to(points: Points, target: float) -> float | None:
     """When a run is first as good as `target`, between evaluations by a straight line; None: it never is."""
-    before = points[0]
-    for point in points:
-        if point[1] <= target:
-            (t0, l0), (t1, l1) = before, point
+    for (t0, l0), (t1, l1) in itertools.pairwise([points[0], *points]):
+        if l1 <= target:
             return t1 if l0 == l1 else t0 + (t1 - t0) * (l0 - target) / (l0 - l1)
-        before = point
     return None
 
 
@@ -145,31 +143,31 @@ def table(kept: Mapping[str, Any]) -> str:
 
 
 def _table(learnt: Results, timed: Results) -> str:
-    def curve(name: str) -> Points:
-        return [(step_ms(timed[name]) * step / 1e3, loss) for step, loss, _ in learnt[name]["curve"]]
+    ms = {name: step_ms(run) for name, run in timed.items()}
+    sent = {name: run["sent"] for name, run in timed.items()}
+    curves = {
+        name: [(ms[name] * step / 1e3, loss) for step, loss, _ in run["curve"]]
+        for name, run in learnt.items()
+        if name in timed
+    }
 
-    def faster(name: str) -> str:
-        return f"{step_ms(timed[DENSE]) / step_ms(timed[name]):.1f}×"
-
-    def to(points: Points, target: float) -> str:
-        mine, theirs = seconds_to(points, target), seconds_to(dense, target)
+    def to(name: str, target: float) -> str:
+        mine, theirs = seconds_to(curves[name], target), seconds_to(curves[DENSE], target)
         if mine is None:
             return "never"
-        return f"{mine / 60:.1f}" + (f" ({theirs / mine:.1f}×)" if theirs is not None and points != dense else "")
+        return f"{mine / 60:.1f}" + (f" ({theirs / mine:.1f}×)" if theirs is not None and name != DENSE else "")
 
-    dense = curve(DENSE)
     targets = sorted([*TARGETS, *(learnt[DENSE]["loss"] + margin for margin in MARGINS)], reverse=True)
-    head = ["", "kB sent a step", "dense / these bytes", "ms a step", "speed-up of a step", "final loss, nats"]
-    head += [f"min to {target:.2f} nats" for target in targets]
-    lines = [[NOTHING, "", "", f"{step_ms(timed[NOTHING]):.0f}", faster(NOTHING)]]
+    lines = [[NOTHING, "", "", f"{ms[NOTHING]:.0f}", f"{ms[DENSE] / ms[NOTHING]:.1f}×", "", *("" for _ in targets)]]
     for name in (name for name in NAMES if name in timed):
-        sent = timed[name]["sent"]
-        less = f"{timed[DENSE]['sent'] / sent:,.0f}×" if sent else ""  # a run shorter than H sends nothing
-        lines.append([name, f"{sent / 1e3:,.1f}", less, f"{step_ms(timed[name]):,.0f}", faster(name)])
+        less = f"{sent[DENSE] / sent[name]:,.0f}×" if sent[name] else ""  # a run shorter than H sends nothing
+        quality = [""] * (1 + len(targets))
         if name in learnt:
-            points = curve(name)
-            lines[-1] += [f"{learnt[name]['loss']:.3f}", *(to(points, target) for target in targets)]
-    text = markdown(head, [line + [""] * (len(head) - len(line)) for line in lines])
+            quality = [f"{learnt[name]['loss']:.3f}", *(to(name, target) for target in targets)]
+        times = f"{ms[name]:,.0f}", f"{ms[DENSE] / ms[name]:.1f}×"
+        lines.append([name, f"{sent[name] / 1e3:,.1f}", less, *times, *quality])
+    head = ["", "kB sent a step", "dense / these bytes", "ms a step", "speed-up of a step", "final loss, nats"]
+    text = markdown([*head, *(f"min to {target:.2f} nats" for target in targets)], lines)
     return f"{text}\n\n{_between(timed)}"
 
 

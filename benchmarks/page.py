@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from benchmarks import adapters, auto, collectives, internet, scripts
 from benchmarks.exchange import against, tables
 from benchmarks.exchange.methods import FLOORS
-from benchmarks.exchange.tables import NAMES, TITLES, Row, median, milliseconds, ratio
+from benchmarks.exchange.tables import NAMES, TITLES, Row, milliseconds, ratio
 from benchmarks.integrations import __main__ as integrations
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import draw_growth
@@ -18,7 +19,7 @@ from benchmarks.planning import __main__ as planning
 from benchmarks.planning import scaling, validation
 from benchmarks.quality import health
 from benchmarks.quality import page as quality
-from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, write_into_page
+from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, where, write_into_page
 from benchmarks.training import analysis, runs
 
 DENSITY = 0.001
@@ -41,41 +42,35 @@ def exchange_rows() -> list[Row]:
     return [row for cell in kept.values() if cell["density"] == DENSITY for row in cell["rows"]]
 
 
-def cell(rows: Sequence[Row], model: str, workers: int, rate: str | None = None) -> list[Row]:
-    """The rows of one model and one N, and of one rate if it is given."""
-    mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
-    return [row for row in mine if rate in (None, row["rate"])]
-
-
 def promises(rows: Sequence[Row]) -> str:
     """Each promised speed-up, and what was measured."""
     lines = []
     for model, workers, rate, method, times in PROMISES:
-        mine = cell(rows, model, workers, rate)
-        own, other = median(mine, "dgc", rate), median(mine, method, rate)
-        if own and other:
+        mine = by_method(rows, model=model, workers=workers, rate=rate)
+        if {"dgc", method} <= mine.keys():
+            own, other = mine["dgc"]["ms"], mine[method]["ms"]["p50"]
             name = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}: than {method}"
-            between = " – ".join(milliseconds(_step(mine, "dgc")["ms"][part]) for part in ("p10", "p90"))
-            found = f"{other / own:.1f}×{'' if other >= times * own else ', MISSED'}"
-            lines.append([name, milliseconds(other), milliseconds(own), between, found, f"{times}×"])
+            between = " – ".join(milliseconds(own[part]) for part in ("p10", "p90"))
+            found = f"{other / own['p50']:.1f}×{'' if other >= times * own['p50'] else ', MISSED'}"
+            lines.append([name, milliseconds(other), milliseconds(own["p50"]), between, found, f"{times}×"])
     head = ["dgc is faster", "that method, ms", "dgc, ms", "dgc, 10th – 90th percentile", "speed-up", "aim"]
     return markdown(head, lines)
 
 
-def _step(rows: Sequence[Row], method: str) -> Row:
-    return next(row for row in rows if row["method"] == method)
+def by_method(rows: Sequence[Row], **fields: Any) -> dict[str, Row]:
+    """The row of each method that has these fields."""
+    return {row["method"]: row for row in where(rows, **fields)}
 
 
 def alone(rows: Sequence[Row]) -> str:
     """Time of a step without a limit of the link: of one rank, which exchanges nothing, and of two."""
     lines = []
-    for model in TITLES:
-        for workers in (1, 2):
-            mine = cell(rows, model, workers, "none")
-            if {"dgc", "published DGC"} <= {row["method"] for row in mine}:
-                own, published = _step(mine, "dgc"), _step(mine, "published DGC")
-                times = (own["ms"]["p50"], own["phases_ms"]["compress"], published["ms"]["p50"])
-                lines.append([f"{TITLES[model]}, N = {workers}", *map(milliseconds, times), ratio(times[2], times[0])])
+    for model, workers in itertools.product(TITLES, (1, 2)):
+        mine = by_method(rows, model=model, workers=workers, rate="none")
+        if {"dgc", "published DGC"} <= mine.keys():
+            own, published = mine["dgc"], mine["published DGC"]
+            times = (own["ms"]["p50"], own["phases_ms"]["compress"], published["ms"]["p50"])
+            lines.append([f"{TITLES[model]}, N = {workers}", *map(milliseconds, times), ratio(times[2], times[0])])
     return markdown(["link not shaped", "dgc, ms", "of it compress", "published DGC, ms", "published DGC / dgc"], lines)
 
 
@@ -109,36 +104,34 @@ def losses(rows: Sequence[Row]) -> str:
     worse = []
     places = dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows if row["workers"] > 1)
     for model, workers, rate in places:
-        mine = cell(rows, model, workers, rate)
-        own = median(mine, "dgc", rate)
-        others = [row for row in mine if row["method"] not in FLOORS and not row["method"].startswith("dgc")]
-        best = min(others, key=lambda row: row["ms"]["p50"], default=None)  # type: ignore[no-any-return]
-        if own and best and own >= best["ms"]["p50"]:
+        mine = {
+            name: row["ms"]["p50"] for name, row in by_method(rows, model=model, workers=workers, rate=rate).items()
+        }
+        others = [name for name in mine if name not in FLOORS and not name.startswith("dgc")]
+        best = min(others, key=mine.__getitem__, default=None)
+        if best and "dgc" in mine and mine["dgc"] >= mine[best]:
             place = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}"
-            worse.append(f"{place} ({milliseconds(own)} ms, {best['method']} {milliseconds(best['ms']['p50'])} ms)")
+            worse.append(f"{place} ({milliseconds(mine['dgc'])} ms, {best} {milliseconds(mine[best])} ms)")
     return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
 
 
 def without_horovod() -> str:
     """Our hook of DDP beside torch's own, and beside our Horovod adapter."""
-    rows = [row for found in read_results(RESULTS / "ddp.json").values() for row in found["rows"]]
-    own = _step(rows, "dgc, DDP")["ms"]["p50"]
-    lines = [
-        [row["method"], tables.size(row["bytes"]), milliseconds(row["ms"]["p50"]), f"{row['ms']['p50'] / own:.2f}"]
-        for row in rows
-    ]
+    (found,) = read_results(RESULTS / "ddp.json").values()
+    times = {row["method"]: (row["bytes"], row["ms"]["p50"]) for row in found["rows"]}
+    own = times["dgc, DDP"][1]
+    lines = [[name, tables.size(sent), milliseconds(ms), f"{ms / own:.2f}"] for name, (sent, ms) in times.items()]
     return markdown(["ResNet-50, 2 hosts, 1 Gbps", "sent a step", "ms a step", "time / dgc, DDP"], lines)
 
 
 def efficiency(rows: Sequence[Row]) -> str:
     """Scaling efficiency over N, measured and modelled."""
     lines = []
-    for rate in ("1gbit", "10gbit"):
-        mine = [row for row in rows if (row["model"], row["rate"]) == ("resnet50", rate)]
-        for method in ("dense", "dgc"):
-            known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, DENSITY)}
-            shown = [f"{scaling.efficiency(known[n]):.0%}" if n in known else "" for n in (2, 4, 8, *scaling.MODELLED)]
-            lines.append([f"{NAMES[rate]}, {method}", *shown])
+    for rate, method in itertools.product(("1gbit", "10gbit"), ("dense", "dgc")):
+        mine = where(rows, model="resnet50", rate=rate)
+        known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, DENSITY)}
+        shown = [f"{scaling.efficiency(known[n]):.0%}" if n in known else "" for n in (2, 4, 8, *scaling.MODELLED)]
+        lines.append([f"{NAMES[rate]}, {method}", *shown])
     head = ["", *(f"N = {n}" for n in (2, 4, 8)), *(f"N = {n}, modelled" for n in scaling.MODELLED)]
     return markdown(head, lines)
 
@@ -147,13 +140,13 @@ def readme_table(rows: Sequence[Row]) -> str:
     """README's table: one line a model, N = 2, 1 Gbps."""
     lines = []
     for model in TITLES:
-        mine = cell(rows, model, 2, "1gbit")
-        if {"dense", "dgc"} <= {row["method"] for row in mine}:
-            own, dense = median(mine, "dgc", "1gbit"), median(mine, "dense", "1gbit")
-            shown = [milliseconds(median(mine, m, "1gbit")) for m in _README]
-            sent = _step(mine, "dense")["bytes"] / _step(mine, "dgc")["bytes"]
-            name = f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.0f} M"
-            lines.append([name, *shown, ratio(dense, own), f"{sent:,.0f}×"])
+        mine = by_method(rows, model=model, workers=2, rate="1gbit")
+        if {"dense", "dgc"} <= mine.keys():
+            own, dense = mine["dgc"], mine["dense"]
+            shown = [milliseconds(mine[method]["ms"]["p50"]) if method in mine else "" for method in _README]
+            name = f"{TITLES[model]}, {own['parameters'] / 1e6:.0f} M"
+            faster, less = ratio(dense["ms"]["p50"], own["ms"]["p50"]), f"{dense['bytes'] / own['bytes']:,.0f}×"
+            lines.append([name, *shown, faster, less])
     head = ["ms a step to exchange", *_README, "faster than dense", "fewer bytes"]
     return markdown(head, lines)
 
@@ -172,14 +165,14 @@ def sooner(rows: Sequence[analysis.Row]) -> str:
 def _network() -> dict[str, str]:
     """Of docs/benchmarks-network.md, by marker."""
     kept, rows, study = read_results(tables.FILE), exchange_rows(), runs.load()
-    cells = [cell(rows, model, n) for n in (2, 4, 8) for model in TITLES if cell(rows, model, n)]
-    gigabit = cell(rows, scaling.MODEL, 2, "1gbit")
+    cells = [where(rows, model=model, workers=n) for n, model in itertools.product((2, 4, 8), TITLES)]
+    gigabit = where(rows, model=scaling.MODEL, workers=2, rate="1gbit")
     made = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
     return {
         "machine": machine(kept),
         "links": links(kept),
         "promises": promises(rows),
-        "exchange": "\n\n".join([*map(tables.times, cells), made]),
+        "exchange": "\n\n".join([*map(tables.times, filter(None, cells)), made]),
         "nodes": tables.nodes(read_results(RESULTS / "nodes.json")),
         "efficiency": efficiency(rows),
         "clusters": "\n\n".join(scaling.cluster_table(gigabit, density) for density in scaling.DENSITIES),
@@ -192,7 +185,7 @@ def _network() -> dict[str, str]:
 def _kernels() -> dict[str, str]:
     """Of docs/benchmarks-kernels.md, by marker."""
     rows, kept = exchange_rows(), read_results(kernels.FILE)
-    ours = [row for row in rows if row["method"] in ("dgc", "published DGC") and row["workers"] == 2]
+    ours = [row for row in where(rows, workers=2) if row["method"] in ("dgc", "published DGC")]
     studies = {
         name: f"{kernels.table(name, kept)}\n\nMade by `python -m benchmarks.kernels {name}`."
         for name in kernels.STUDIES
@@ -240,12 +233,12 @@ def texts() -> dict[tuple[Path, str], str]:
 def draw() -> None:
     """The plots of the pages."""
     rows = exchange_rows()
-    shown = [model for model in TITLES if len({row["rate"] for row in cell(rows, model, 2)}) > 1]
+    shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
     tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
     tables.draw_bytes(rows, IMAGES / "bytes.svg")
     scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
-    scaling.draw_clusters(cell(rows, scaling.MODEL, 2, "1gbit"), IMAGES / "clusters.svg")
+    scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
     analysis.draw(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
     draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
     quality.draw()

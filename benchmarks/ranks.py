@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.netlab import Lab, lab
+from benchmarks.netlab.hosts import enter
 from benchmarks.report import ROOT
 
 HERE = "here"  # the rate of a link between ranks on this machine, with no emulated hosts
@@ -73,17 +74,13 @@ def launch(function: str, order: Any, ranks: int, hosts: Lab | None, seconds: fl
     variables = {"PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     variables.update(_HUGE_PAGES)
     where = ["-H", hosts.slots] if hosts else []
+    if hosts:  # torch.distributed looks for the address of the machine's name, which each host has its own of
+        variables["GLOO_SOCKET_IFNAME"] = "eth0"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "order.json").write_text(json.dumps(order))
         rank = [sys.executable, "-m", "benchmarks.ranks", function, folder]
         command = ["horovodrun", "--gloo", "-np", str(ranks), *where, *rank]
-        if hosts:
-            # torch.distributed looks for the address of the machine's name, which each host has its own of
-            with _within(command, seconds):
-                ended = hosts.run(1, command, seconds, {**variables, "GLOO_SOCKET_IFNAME": "eth0"})
-            _check(command, ended.returncode, ended.stdout + ended.stderr)
-        else:
-            output_of(command, seconds, variables)
+        output_of(enter(1, command) if hosts else command, seconds, variables)
         return [json.loads(_result(folder, rank).read_text()) for rank in range(ranks)]
 
 
@@ -103,16 +100,19 @@ def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, st
     Raises:
         LaunchError: it failed or took too long; nothing of it is left running.
     """
-    with _within(command, seconds), subprocess.Popen(
+    with subprocess.Popen(
         command, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     ) as process:  # fmt: skip
         try:
             said, _ = process.communicate(timeout=seconds)
-        except BaseException:
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # horovodrun's ranks are sessions of their own, and end with it
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
             raise
-    _check(command, process.returncode, said)
+    if process.returncode:
+        raise LaunchError(f"{' '.join(command)}: exit {process.returncode}\n{said[-4000:]}")
     return said
 
 
@@ -122,19 +122,6 @@ def found_in(output: str, pattern: str) -> str:
     if found is None:
         raise LaunchError(f"there is no {pattern!r} in what was printed:\n{output[-4000:]}")
     return found[1]
-
-
-@contextmanager
-def _within(command: Sequence[str], seconds: float) -> Iterator[None]:
-    try:
-        yield
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
-
-
-def _check(command: Sequence[str], status: int, said: str) -> None:
-    if status:
-        raise LaunchError(f"{' '.join(command)}: exit {status}\n{said[-4000:]}")
 
 
 def main() -> None:

@@ -21,13 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 
 
+def versions(*names: str) -> dict[str, str]:
+    """Of those of these packages that are installed."""
+    installed = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
+    return {name: installed[name] for name in names if name in installed}
+
+
 def environment() -> dict[str, str]:
     """Versions and machine, for the JSON."""
-    installed = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
-    named = ("dgc-horovod", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
-    versions = {name: installed[name] for name in named if name in installed}
+    used = versions("dgc-horovod", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
     machine = {"python": platform.python_version(), "machine": platform.machine(), "processor": processor()}
-    return {**versions, **machine, "cores": str(os.cpu_count())}
+    return {**used, **machine, "cores": str(os.cpu_count())}
 
 
 def processor() -> str:
@@ -111,6 +115,11 @@ def deciles(values: Sequence[float]) -> dict[str, float]:
 def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:
     """Of each step the time on the slowest rank, which is when the step is over."""
     return [max(times) for times in zip(*ranks, strict=True)]
+
+
+def where(rows: Iterable[Mapping[str, Any]], **fields: Any) -> list[Any]:
+    """The rows that have these fields."""
+    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

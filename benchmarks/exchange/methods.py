@@ -346,7 +346,6 @@ METHODS: dict[str, Callable[[Shapes, float], Method]] = {
     "dgc, torch.distributed": PlainCompressedMethod,
 }
 # on hosts of several ranks: ours with each exchange
-FLAT = "flat"
 NODE_METHODS = {
     **{name: METHODS[name] for name in (NOTHING, "dense")},
     **{name: _compressed(exchange=name) for name in EXCHANGES if name != "auto"},

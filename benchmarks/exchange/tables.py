@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, markdown, panels, save_figure
+from benchmarks.report import RESULTS, markdown, panels, save_figure, where
 
 FILE = RESULTS / "exchange.json"
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ _SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no 
 
 def median(rows: Iterable[Row], method: str, rate: str) -> float | None:
     """Median milliseconds of a method at a rate, among rows of one model and N; None: not measured."""
-    return next((row["ms"]["p50"] for row in rows if (row["method"], row["rate"]) == (method, rate)), None)
+    return next((row["ms"]["p50"] for row in where(rows, method=method, rate=rate)), None)
 
 
 def milliseconds(value: float | None) -> str:
@@ -72,30 +72,24 @@ def times(rows: Sequence[Row]) -> str:
     head = [f"{rows[0]['model']}, N = {rows[0]['workers']}", "sent a step", *(NAMES[rate] for rate in rates)]
     lines = []
     for method in _in_order(rows, "method"):
-        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: rates.index(row["rate"]))
         shown = []
         for rate in rates:
             own, dense = median(rows, method, rate), median(rows, "dense", rate)
             faster = f" ({ratio(dense, own)})" if own and dense and method != "dense" else ""
             shown.append(f"{milliseconds(own)}{faster}")
-        lines.append([method, size(mine[0]["bytes"]), *shown])
+        first = min(where(rows, method=method), key=lambda row: rates.index(row["rate"]))
+        lines.append([method, size(first["bytes"]), *shown])
     return markdown(head, lines)
 
 
 def phases(rows: Sequence[Row], rate: str) -> str:
     """Where the step's time goes, of the methods that know, at one rate; milliseconds, medians over ranks and steps."""
-    known = [row for row in rows if row["rate"] == rate and row["phases_ms"]]
-    return markdown(
-        ["ms a step", "compress", "wait for the others", "decode", "whole step"],
-        [
-            [
-                f"{row['model']}, N = {row['workers']}, {row['method']}",
-                *(milliseconds(row["phases_ms"][name]) for name in ("compress", "wait", "decode")),
-                milliseconds(row["ms"]["p50"]),
-            ]
-            for row in known
-        ],
-    )
+    lines = []
+    for row in (row for row in where(rows, rate=rate) if row["phases_ms"]):
+        times = [row["phases_ms"][name] for name in ("compress", "wait", "decode")]
+        place = f"{row['model']}, N = {row['workers']}, {row['method']}"
+        lines.append([place, *map(milliseconds, (*times, row["ms"]["p50"]))])
+    return markdown(["ms a step", "compress", "wait for the others", "decode", "whole step"], lines)
 
 
 def in_launches(slower: Sequence[float], faster: Sequence[float]) -> str:
@@ -109,7 +103,7 @@ def every_cell(kept: Mapping[str, Any]) -> str:
     cells = [cell for cell in kept.values() if cell["rows"][0].get("ranks", 1) == 1]
     rows = [row for cell in sorted(cells, key=lambda cell: cell["rows"][0]["workers"]) for row in cell["rows"]]
     places = dict.fromkeys((row["model"], row["workers"]) for row in rows)
-    found = [times([row for row in rows if (row["model"], row["workers"]) == place]) for place in places]
+    found = [times(where(rows, model=model, workers=workers)) for model, workers in places]
     return "\n\n".join([*found, nodes(kept)]).strip()
 
 
@@ -132,7 +126,7 @@ def node_table(rows: Sequence[Row]) -> str:
     """The rows of one density."""
     lines = []
     for row in rows:
-        flat = next((r for r in rows if r["method"] == "flat" and r["workers"] == row["workers"]), None)
+        flat = next(iter(where(rows, method="flat", workers=row["workers"])), None)
         ratios = ["", ""]
         if flat is not None and row["state_bytes"] and row is not flat:
             ratios[0] = in_launches(row["launch_medians_ms"], flat["launch_medians_ms"])
@@ -148,7 +142,7 @@ def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, fi
     """Time of the exchange between so many workers over the link's rate, a panel a model."""
     figure, (line,) = panels(len(models), width=4.2 + 1.8 / len(models), height=3.8, sharey=True)
     for axes, model in zip(line, models, strict=True):
-        mine = [row for row in rows if (row["model"], row["workers"]) == (model, workers)]
+        mine = where(rows, model=model, workers=workers)
         rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
         for method in _SHOWN:
             points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
@@ -167,15 +161,12 @@ def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, fi
 def draw_bytes(rows: Sequence[Row], file: Path) -> None:
     """Bytes that leave a host in a step, a group of bars a model; N = 2."""
     figure, ((axes,),) = panels(width=7.2, height=3.6)
-    mine = [row for row in rows if row["workers"] == 2]
-    models = [model for model in TITLES if any(row["model"] == model for row in mine)]
-    shown = [method for method in _SHOWN if method != "no exchange"]
-    for place, method in enumerate(shown):
+    models = [model for model in TITLES if where(rows, workers=2, model=model)]
+    for place, method in enumerate(_SHOWN[:-1]):  # all but no exchange
         for at, model in enumerate(models):
-            sent = next((r["bytes"] for r in mine if (r["model"], r["method"]) == (model, method)), None)
-            if sent:
+            for row in where(rows, workers=2, model=model, method=method)[:1]:
                 label = method if at == 0 else None
-                axes.bar(at + (place - 2) * 0.17, sent, 0.16, color=STYLES[method]["color"], label=label)
+                axes.bar(at + (place - 2) * 0.17, row["bytes"], 0.16, color=STYLES[method]["color"], label=label)
     axes.set_yscale("log")
     axes.set_xticks(range(len(models)), [TITLES[model] for model in models])
     axes.set_ylabel("bytes a step, from each host")

@@ -5,6 +5,7 @@ A step is checked against plain NumPy, in the run that is timed: an exchange tha
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -20,20 +21,10 @@ import numpy as np
 import torch
 
 from benchmarks import connections
-from benchmarks.exchange.methods import (
-    FLAT,
-    MASTER,
-    METHODS,
-    MOMENTUM,
-    NODE_METHODS,
-    POWER_SGD_RANK,
-    CompressedMethod,
-    Method,
-    OwnMethod,
-    PowerSGDMethod,
-    PublishedMethod,
-)
+from benchmarks.exchange import methods
+from benchmarks.exchange.methods import Method
 from benchmarks.shapes import SHAPES
+from dgc_horovod.config import FLAT
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import node_process_sets
@@ -148,7 +139,7 @@ def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     options = {"process_sets": node_process_sets(order["ranks"])} if order["ranks"] > 1 else {}
     connections.start(**options)
-    os.environ[MASTER] = order["master"]
+    os.environ[methods.MASTER] = order["master"]
     gradients = Gradients(Path(order["folder"]), [shape for _, shape in SHAPES[order["model"]]()])
     figures = {}
     for name in order["methods"]:
@@ -161,7 +152,7 @@ def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def measure(name: str, order: Mapping[str, Any], gradients: Gradients) -> dict[str, Any]:
     """The figures of one method on this rank."""
     rank, workers, seconds = hvd.rank(), hvd.size(), order["seconds"]
-    make = (METHODS if order["ranks"] == 1 else NODE_METHODS)[name]
+    make = (methods.METHODS if order["ranks"] == 1 else methods.NODE_METHODS)[name]
     method = make(SHAPES[order["model"]](), order["density"])
     clock = Clock(method, gradients, rank)
     clock.run(1)  # says how long a step takes, although what is set up once is in it
@@ -180,7 +171,7 @@ def measure(name: str, order: Mapping[str, Any], gradients: Gradients) -> dict[s
 
 def state_bytes(method: Method) -> int:
     """Bytes of u, v and of what an owner keeps, on this rank; of a method that has them."""
-    if not isinstance(method, OwnMethod):
+    if not isinstance(method, methods.OwnMethod):
         return 0
     states = [engine.state for engine in session(method.optimizer).exchange.engines]
     return sum(4 * len(x) for state in states for x in (state.u, state.v, state.remainder) if x is not None)
@@ -210,8 +201,8 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
         AssertionError: something does not.
     """
     method.clear()
-    flat = isinstance(method, CompressedMethod) and session(method.optimizer).exchange.config.exchange == FLAT
-    residual = _Residual(method, gradients, rank, step) if flat else None
+    ours = session(method.optimizer).exchange if isinstance(method, methods.CompressedMethod) else None
+    residual = _Residual(method, gradients, rank, step) if ours and ours.config.exchange == FLAT else None
     method.forward(gradients.of(rank, step)).backward()  # type: ignore[no-untyped-call]
     method.finish()
     if not method.sends:
@@ -220,13 +211,13 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
     assert all(torch.isfinite(gradient).all() for gradient in method.gradients), "not finite"
     if residual is not None:
         found = residual.check()
-    elif isinstance(method, PublishedMethod):
-        found = _check_published(method)
-    elif isinstance(method, CompressedMethod):
+    elif ours is not None:
         return "bits equal on all ranks"  # a node's ranks share u and v, or an owner keeps what it does not send on
-    elif isinstance(method, OwnMethod):
+    elif isinstance(method, methods.PublishedMethod):
+        found = _check_published(method)
+    elif isinstance(method, methods.OwnMethod):
         found = _check_sent(method)
-    elif isinstance(method, PowerSGDMethod):
+    elif isinstance(method, methods.PowerSGDMethod):
         found = _check_rank(method)
     else:
         found = _check_mean(method, gradients, workers, step)
@@ -234,10 +225,7 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
 
 
 def _mark(method: Method) -> int:
-    value = 0
-    for gradient in method.gradients:
-        value = zlib.adler32(memoryview(gradient.numpy()).cast("B"), value)
-    return value
+    return functools.reduce(lambda mark, g: zlib.adler32(memoryview(g.numpy()).cast("B"), mark), method.gradients, 0)
 
 
 def _check_mean(method: Method, gradients: Gradients, workers: int, step: int) -> str:
@@ -253,7 +241,7 @@ def _check_mean(method: Method, gradients: Gradients, workers: int, step: int) -
     return f"the mean, to {worst:.1g}"
 
 
-def _check_published(method: PublishedMethod) -> str:
+def _check_published(method: methods.PublishedMethod) -> str:
     """Every rank's selection arrived: between k and N*k elements, with some leeway, since its search may end early."""
     compressed = [g for g, p in zip(method.gradients, method.model.tensors, strict=True) if p.dim() > 1]
     count, k = sum(int(g.count_nonzero()) for g in compressed), method.k
@@ -261,24 +249,24 @@ def _check_published(method: PublishedMethod) -> str:
     return f"{count} elements were sent, k is {k}"
 
 
-def _check_sent(method: OwnMethod) -> str:
+def _check_sent(method: methods.OwnMethod) -> str:
     """Compressed tensors come back with the elements that the ranks have sent: from k to N*k of them."""
-    buckets, workers = session(method.optimizer).exchange, session(method.optimizer).exchange.collectives.workers
-    gradients = {name: p.grad for p, name in session(method.optimizer).exchange.names.items()}
-    sparse = [engine for engine in buckets.engines if not engine.bucket.uncompressed]
-    k = sum(int(np.ceil(buckets.config.final_density * engine.bucket.numel)) for engine in sparse)
-    count = sum(int(gradients[s.name].count_nonzero()) for engine in sparse for s in engine.bucket.segments)
-    assert k <= count <= workers * k, f"{count} elements came back, k is {k}"
+    exchange = session(method.optimizer).exchange
+    gradients = {name: p.grad for p, name in exchange.names.items()}
+    sparse = [engine.bucket for engine in exchange.engines if not engine.bucket.uncompressed]
+    k = sum(math.ceil(exchange.config.final_density * bucket.numel) for bucket in sparse)
+    count = sum(int(gradients[segment.name].count_nonzero()) for bucket in sparse for segment in bucket.segments)
+    assert k <= count <= exchange.collectives.workers * k, f"{count} elements came back, k is {k}"
     return f"{count} elements came back, k is {k}"
 
 
-def _check_rank(method: PowerSGDMethod) -> str:
+def _check_rank(method: methods.PowerSGDMethod) -> str:
     """PowerSGD's result is a product of thin matrices: seen on the smallest that is large enough."""
     wide = [p for p in method.model.tensors if p.dim() > 1 and min(p.shape[0], p[0].numel()) >= 64]
     grad = min(wide, key=torch.numel).grad
     assert grad is not None
     rank = int(torch.linalg.matrix_rank(grad.view(grad.shape[0], -1), rtol=1e-4))
-    assert 1 <= rank <= POWER_SGD_RANK, f"a matrix came back with rank {rank}"
+    assert 1 <= rank <= methods.POWER_SGD_RANK, f"a matrix came back with rank {rank}"
     return f"a matrix of rank {rank}"
 
 
@@ -293,7 +281,7 @@ class _Residual:
         places = {name: i for i, name in enumerate(method.model.names)}
         self._numbers = [places[segment.name] for segment in self._engine.bucket.segments]
         g = np.concatenate([gradients.one(i, rank, step).view(-1).numpy() for i in self._numbers])
-        self._u = np.float32(MOMENTUM) * self._engine.state.momentum() + g
+        self._u = np.float32(methods.MOMENTUM) * self._engine.state.momentum() + g
         self._v = self._engine.state.v + self._u
         self._method = method
 

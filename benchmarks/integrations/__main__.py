@@ -14,7 +14,7 @@ from benchmarks.command import Benchmark, argument
 from benchmarks.integrations import cost, running
 from benchmarks.integrations.rows import ROWS
 from benchmarks.ranks import LaunchError
-from benchmarks.report import RESULTS, ROOT, keep, markdown, read_results, write_into_page
+from benchmarks.report import RESULTS, ROOT, keep, markdown, read_results, versions, write_into_page
 
 FILE, PAGE, COST = RESULTS / "integrations.json", ROOT / "docs" / "integrations.md", "cost"
 
@@ -30,7 +30,7 @@ def measure(options: argparse.Namespace) -> None:
     for names in (bar := tqdm(groups, unit="launch", disable=not groups)):
         bar.set_description(", ".join(names))
         for name, found in running.run(names).items():
-            keep(options.file, name, {**found, "versions": running.versions()})
+            keep(options.file, name, {**found, "versions": versions(*running.PACKAGES)})
             for fault in running.faults(ROWS[name], found):
                 wrong += 1
                 bar.write(f"{name}: {fault}")

@@ -21,20 +21,9 @@ from benchmarks.report import ROOT
 Ranks = list[dict[str, Any]]  # what each rank has found
 SECONDS = 900  # of a launch
 NEAR, LEAST_LEARNED, LEASTSAVED = 1e-6, 0.5, 3.0
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "lightning", "ray", "horovod", "keras", "tensorflow-cpu")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "lightning", "ray", "horovod", "keras", "tensorflow-cpu")
 SAVED = re.compile(r"dgc_horovod: dgc, density .*?, ([\d.]+)x less than fp32")
 _LAST = 1500  # characters of what a failed launch has printed
-
-
-def versions() -> dict[str, str]:
-    """Of the packages of all rows that are installed here."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def variables(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.kernels.bench import MOMENTUM, Model, Recorded
-from benchmarks.report import markdown
+from benchmarks.report import markdown, where
 from benchmarks.shapes import SHAPES, numel
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
@@ -115,23 +115,21 @@ def _ratio(name: str, values: str) -> dict[str, Any]:
 
 def wire_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: three tables."""
-    bits = [r for r in rows if r["study"] == "bits"]
-    indices = [r for r in rows if r["study"] == "indices"]
-    ratios = [r for r in rows if r["study"] == "ratio"]
+    bits, indices, ratios = (where(rows, study=study) for study in ("bits", "indices", "ratio"))
     names = [name for name in indices[0] if name not in ("study", "density")]
-    by_choice = {(r["rule"], r["values"], r["density"]): r for r in bits}
     lines = []
     for rule, values in dict.fromkeys((r["rule"], r["values"]) for r in bits):
-        pair = [by_choice[rule, values, density] for density in (0.001, 0.01)]
+        pair = [
+            *where(bits, rule=rule, values=values, density=0.001),
+            *where(bits, rule=rule, values=values, density=0.01),
+        ]
         shown = [*(f"{r['bits']:.2f}" for r in pair), *(f"{r['padding']:.1%}" for r in pair)]
         lines.append([f"{rule}, {values}", *shown])
     found = [[f"{r['model']}, {r['values']}", f"{r['bytes']:,}", f"{r['ratio']:,.0f}×"] for r in ratios]
+    of_indices = [[name, *(f"{r[name]:.2f}" for r in indices)] for name in names]
     parts = [
         markdown(["bits a selected element", "0.1%", "1%", "padding 0.1%", "padding 1%"], lines),
-        markdown(
-            ["bits an index", *(f"{r['density']:.1%}" for r in indices)],
-            [[name, *(f"{r[name]:.2f}" for r in indices)] for name in names],
-        ),
+        markdown(["bits an index", *(f"{r['density']:.1%}" for r in indices)], of_indices),
         markdown(["whole model, 1-D tensors in 8 bits", "bytes a step", "fp32 / these bytes"], found),
     ]
     return "\n\n".join(parts)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.command import Benchmark
 from benchmarks.planning import simulation
 from benchmarks.planning.scaling import specs
-from benchmarks.report import RESULTS, keep_all, markdown, read_results
+from benchmarks.report import RESULTS, keep_all, markdown, read_results, where
 from dgc_horovod import DGCConfig
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import EXCHANGES, METHODS, traffic_of
@@ -55,7 +55,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
         line = [method]
         for size in sizes:
-            mine = [row for row in rows if (row["method"], row["node_size"]) == (method, size)]
+            mine = where(rows, method=method, node_size=size)
             worst = max(mine, key=lambda row: abs(row["worst"]), default=None)
             line.append(f"{100 * worst['worst']:+.1f}% (N = {worst['workers']:,})" if worst else "")
         lines.append(line)

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.exchange.tables import NAMES, STYLES, TITLES, Row
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import nanoseconds_an_element
-from benchmarks.report import label, markdown, panels, read_results, save_figure
+from benchmarks.report import label, markdown, panels, read_results, save_figure, where
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
@@ -54,7 +54,7 @@ def measured(rows: Sequence[Row], method: str) -> dict[int, float]:
         rows: of one model and one rate.
         method: its name in the rows.
     """
-    return {row["workers"]: row["ms"]["p50"] for row in sorted(rows, key=_workers) if row["method"] == method}
+    return {row["workers"]: row["ms"]["p50"] for row in sorted(where(rows, method=method), key=_workers)}
 
 
 def modelled(rows: Sequence[Row], method: str, density: float) -> dict[int, float]:
@@ -182,7 +182,7 @@ def draw_efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], densi
     """Scaling efficiency over N, a panel a rate: measured (points) and modelled (dashed)."""
     figure, (line,) = panels(len(rates), sharey=True)
     for axes, rate in zip(line, rates, strict=True):
-        mine = [row for row in rows if (row["model"], row["rate"]) == (model, rate)]
+        mine = where(rows, model=model, rate=rate)
         for method in ("dense", "fp16", "published DGC", "dgc"):
             style = {**STYLES[method], "markersize": 5}
             found = {n: 100 * efficiency(ms) for n, ms in measured(mine, method).items()}

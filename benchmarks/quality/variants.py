@@ -235,23 +235,7 @@ EXCHANGES = {
     "dgc, bytes of sharded, 4k": Variant(_dgc(), received=lambda workers: 5 / workers),
 }
 VARIANTS = {
-    **ABLATION,
-    **WITHOUT,
-    **CHOICES,
-    **OPTIMIZERS,
-    **ADAM_DENSE,
-    **ADAM,
-    **POWER_SGD,
-    **AVERAGED,
-    **WITH_OUTER,
-    **LOCAL,
-    **LOCAL_DENSER,
-    **LOCAL_GENTLER,
-    **LOCAL_BETAS,
-    **LATER_AVERAGED,
-    **LATER_LOCAL,
-    **AUTOMATIC,
-    **UNMASKED,
-    **LOWEST,
-    **EXCHANGES,
-}
+    **ABLATION, **WITHOUT, **CHOICES, **OPTIMIZERS, **ADAM_DENSE, **ADAM, **POWER_SGD, **AVERAGED, **WITH_OUTER,
+    **LOCAL, **LOCAL_DENSER, **LOCAL_GENTLER, **LOCAL_BETAS, **LATER_AVERAGED, **LATER_LOCAL, **AUTOMATIC, **UNMASKED,
+    **LOWEST, **EXCHANGES,
+}  # fmt: skip

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.integrations.training import (
-    EPOCHS,
-    RANKS,
-    Run,
-    Trained,
-    digit_loss,
-    digits,
-    ended,
-    small_net,
-    train_digits,
-)
+from benchmarks.integrations import training as given
+from benchmarks.integrations.training import Run, Trained
 
 if TYPE_CHECKING:
     from keras import Model
@@ -30,7 +21,7 @@ def torch_job(run: Run) -> Trained:
     import torch
 
     hvd.init()
-    model = small_net()
+    model = given.small_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     if run.compression is not None:
         from dgc_horovod.torch import DistributedOptimizer, load_checkpoint, save_checkpoint
@@ -41,15 +32,15 @@ def torch_job(run: Run) -> Trained:
     hvd.broadcast_parameters(model.state_dict(), 0)
     if run.resumes:
         load_checkpoint(run.folder, model, optimizer)
-    train_digits(run, hvd.rank(), model, optimizer, lambda: save_checkpoint(run.folder, model, optimizer))
-    return ended(model, optimizer, digit_loss(model))
+    given.train_digits(run, hvd.rank(), model, optimizer, lambda: save_checkpoint(run.folder, model, optimizer))
+    return given.ended(model, optimizer, given.digit_loss(model))
 
 
 def start(body: Callable[[], None]) -> None:
     """Start ranks by ``horovod.run``; the one line that unedited scripts need there is `activate`."""
     import horovod
 
-    horovod.run(_activated, (body,), np=RANKS, use_gloo=True, executable=sys.executable)
+    horovod.run(_activated, (body,), np=given.RANKS, use_gloo=True, executable=sys.executable)
 
 
 def _activated(body: Callable[[], None]) -> None:
@@ -77,14 +68,14 @@ def keras_job(run: Run) -> Trained:
         optimizer = hvd.DistributedOptimizer(optimizer)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, steps_per_execution=7)
-    images, labels = (part.numpy()[hvd.rank() :: RANKS][:784] for part in digits()[0].tensors)
+    images, labels = (part.numpy()[hvd.rank() :: given.RANKS][:784] for part in given.digits()[0].tensors)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model.fit(images, labels, 16, EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
+    model.fit(images, labels, 16, given.EPOCHS, shuffle=False, verbose=0, callbacks=callbacks)
     return _of_keras(model)
 
 
 def _of_keras(model: Model) -> Trained:
-    images, labels = (part.numpy() for part in digits()[1].tensors)
+    images, labels = (part.numpy() for part in given.digits()[1].tensors)
     weights = np.concatenate([np.ravel(each) for each in model.get_weights()])
     stats = getattr(model.optimizer, "compression_stats", dict)()
     return Trained(weights, float(model.evaluate(images, labels, verbose=0)), stats)

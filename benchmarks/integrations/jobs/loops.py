@@ -16,20 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.integrations.training import (
-    EPOCHS,
-    RANKS,
-    Run,
-    SmallGPT,
-    Trained,
-    byte_loss,
-    digit_loss,
-    digits,
-    ended,
-    small_net,
-    texts,
-    train_digits,
-)
+from benchmarks.integrations import training as given
+from benchmarks.integrations.training import Run, Trained
 
 STEPS = 60
 
@@ -42,10 +30,10 @@ def _begin() -> None:
 def imagenet(run: Run) -> Trained:
     """As torchvision's: autocast, GradScaler, ``set_epoch``, StepLR, SGD with momentum; ``save_checkpoint``."""
     _begin()
-    train = digits()[0]
+    train = given.digits()[0]
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(train, drop_last=True)
     loader = DataLoader(train, 16, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(small_net())
+    model = DistributedDataParallel(given.small_net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -59,7 +47,7 @@ def imagenet(run: Run) -> Trained:
         first = found["epoch"]
         schedule.load_state_dict(found["schedule"])
         scaler.load_state_dict(found["scaler"])
-    for epoch in range(first, EPOCHS):
+    for epoch in range(first, given.EPOCHS):
         sampler.set_epoch(epoch)
         for images, labels in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=run.usual):
@@ -69,16 +57,16 @@ def imagenet(run: Run) -> Trained:
             scaler.step(optimizer)
             scaler.update()
         schedule.step()
-        if run.saves and epoch + 1 == EPOCHS // 2:
+        if run.saves and epoch + 1 == given.EPOCHS // 2:
             more = {"schedule": schedule.state_dict(), "scaler": scaler.state_dict()}
             save_checkpoint(run.folder, model, optimizer, epoch=epoch + 1, **more)
-    return ended(model.module, optimizer, digit_loss(model.module))
+    return given.ended(model.module, optimizer, given.digit_loss(model.module))
 
 
 def mingpt(run: Run) -> Trained:
     """As minGPT: AdamW of two groups, ``no_sync``, clipping, cosine; torch.distributed.checkpoint."""
     _begin()
-    net = SmallGPT()
+    net = given.SmallGPT()
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     decayed, others = ([p for p in net.parameters() if (p.dim() > 1) is is_matrix] for is_matrix in (True, False))
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -96,11 +84,11 @@ def mingpt(run: Run) -> Trained:
         set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=state)
         schedule.load_state_dict(found["schedule"])
         load_residuals(run.folder / "residuals", optimizer)
-    batches = texts(STEPS * 2 * RANKS * 8).view(STEPS, 2, RANKS, 8, -1)[:, :, dist.get_rank()]
+    batches = given.texts(STEPS * 2 * given.RANKS * 8).view(STEPS, 2, given.RANKS, 8, -1)[:, :, dist.get_rank()]
     for step in range(half if run.resumes else 0, STEPS):
         for i, rows in enumerate(batches[step]):
             with model.no_sync() if i == 0 else contextlib.nullcontext():
-                (byte_loss(model, rows) / 2).backward()
+                (given.byte_loss(model, rows) / 2).backward()
         if run.usual:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -111,13 +99,13 @@ def mingpt(run: Run) -> Trained:
             dcp.save({"model": weights, "optimizer": state, "schedule": schedule.state_dict()}, checkpoint_id=kept)
             save_residuals(run.folder / "residuals", optimizer)
     with torch.no_grad():
-        return ended(net, optimizer, float(byte_loss(net)))
+        return given.ended(net, optimizer, float(given.byte_loss(net)))
 
 
 def plain(run: Run) -> Trained:
     """Few lines, SGD with momentum; ``torch.save``, and the residuals beside it."""
     _begin()
-    model = DistributedDataParallel(small_net())
+    model = DistributedDataParallel(given.small_net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     if run.compression is not None:
         from dgc_horovod.torch.ddp import load_residuals, register, save_residuals
@@ -135,8 +123,8 @@ def plain(run: Run) -> Trained:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         save_residuals(run.folder / "residuals", optimizer)  # waits for every rank
 
-    train_digits(run, dist.get_rank(), model, optimizer, save)
-    return ended(model.module, optimizer, digit_loss(model.module))
+    given.train_digits(run, dist.get_rank(), model, optimizer, save)
+    return given.ended(model.module, optimizer, given.digit_loss(model.module))
 
 
 def spawn(body: Callable[[], None]) -> None:
@@ -145,8 +133,8 @@ def spawn(body: Callable[[], None]) -> None:
 
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(found.getsockname()[1]), WORLD_SIZE=str(RANKS))
-    mp.spawn(_spawned, (body,), nprocs=RANKS)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(found.getsockname()[1]), WORLD_SIZE=str(given.RANKS))
+    mp.spawn(_spawned, (body,), nprocs=given.RANKS)
 
 
 def _spawned(index: int, body: Callable[[], None]) -> None:
@@ -159,4 +147,4 @@ def ray(body: Callable[[], None]) -> None:
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    TorchTrainer(body, scaling_config=ScalingConfig(num_workers=RANKS)).fit()
+    TorchTrainer(body, scaling_config=ScalingConfig(num_workers=given.RANKS)).fit()
