@@ -43,14 +43,10 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="bring hosts up and measure the link between the first two")
     up.add_argument("--hosts", type=int, metavar="N", required=True, help="how many hosts")
-    up.add_argument(
-        "--rate",
-        default=network.UNSHAPED,
-        help="of each link in each direction, such as 100mbit or 1gbit; none, the default: not shaped",
-    )
-    up.add_argument(
-        "--delay", metavar="MS", default="0ms", help="that a packet waits as it leaves a host, such as 40ms"
-    )
+    rates = "of each link in each direction, such as 100mbit or 1gbit; none, the default: not shaped"
+    up.add_argument("--rate", default=network.UNSHAPED, help=rates)
+    waits = "that a packet waits as it leaves a host, such as 40ms"
+    up.add_argument("--delay", metavar="MS", default="0ms", help=waits)
     up.add_argument("--loss", metavar="PART", default="0%", help="part of these packets that is lost, such as 0.1%%")
     up.add_argument("--per-host-ranks", type=int, metavar="N", default=1, help="ranks on each host [1]")
     run = commands.add_parser("run", help="run a command on a host, in the same folder and environment")
@@ -68,9 +64,8 @@ def run(host: int, words: Sequence[str]) -> NoReturn:
         raise NetlabError("run what? run [--host I] -- CMD ...")
     if not (record := state.read()):
         raise NetlabError("no lab is up: python -m benchmarks.netlab up --hosts N")
-    lab = Lab(record.hosts, record.ranks)
-    entered = enter(host, with_hosts(command, lab))
-    exports = {"NETLAB_HOSTS": lab.slots, "NETLAB_NP": str(lab.num_proc)}
+    entered = enter(host, with_hosts(command, record))
+    exports = {"NETLAB_HOSTS": record.slots, "NETLAB_NP": str(record.num_proc)}
     os.execvpe(entered[0], entered, {**os.environ, **exports})
 
 
@@ -114,12 +109,11 @@ def describe() -> tuple[bool, str]:
     if not (record := state.read()):
         remains = found or state.STATE.exists() or any(network.OVERLAYS.glob(f"{network.PREFIX}*"))
         return False, "no lab is up" + ("; something of one is there, which down removes" if remains else "")
-    lab = Lab(record.hosts, record.ranks)
-    lines = [f"{lab.hosts} hosts, -np {lab.num_proc} -H {lab.slots}", f"links: {links(record)}"]
+    lines = [f"{record.hosts} hosts, -np {record.num_proc} -H {record.slots}", f"links: {links(record)}"]
     whole = network.SWITCH in found
     if not whole:
         lines.append("damaged: the switch between the hosts is gone")
-    for number, (name, address) in enumerate(zip(lab.names, lab.addresses, strict=True), 1):
+    for number, (name, address) in enumerate(zip(record.names, record.addresses, strict=True), 1):
         sound, text = _host(number, found)
         whole = whole and sound
         lines.append(f"{name} at {address}: {text}")
@@ -142,10 +136,9 @@ def main() -> None:
         if reason := network.lacking():
             raise NetlabError(reason)
         if options.command == "up":
-            record = lifecycle.keep(
-                options.hosts, network.Link(options.rate, options.delay, options.loss), options.per_host_ranks
-            )
-            print(f"{Lab(record.hosts, record.ranks).slots}; links: {links(record)}")
+            link = network.Link(options.rate, options.delay, options.loss)
+            record = lifecycle.keep(options.hosts, link, options.per_host_ranks)
+            print(f"{record.slots}; links: {links(record)}")
         elif options.command == "down":
             with state.reserve():  # never under a study that runs
                 lifecycle.down()

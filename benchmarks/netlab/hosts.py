@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +23,6 @@ STATE = Path("/run/dgc-netlab")  # names of namespaces are the machine's, so the
 KEY, NO_SSH = STATE / "key", STATE / "no-ssh"
 RECORD = STATE / "lab.json"
 CLAIM_SECONDS = 1.0  # a killed process's child, if it was just being started, holds the claim until it runs its program
-
-
-@dataclass(frozen=True)
-class Record:
-    """A lab that is up.
-
-    Args:
-        hosts: how many.
-        link: what each link is like, by its settings.
-        ranks: that are to run on each host.
-        kept: it has been brought up to stay until somebody takes it down.
-        measured: Mbit/s from the first host to the second, and back; empty if not measured.
-    """
-
-    hosts: int
-    link: Link
-    ranks: int
-    kept: bool = False
-    measured: tuple[float, ...] = ()
-
-    def write(self) -> None:
-        """Keep it; there is none before all of the lab is up."""
-        new = RECORD.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self)))
-        new.replace(RECORD)
-
-
-def read() -> Record | None:
-    """The lab that is up, if one is."""
-    if not RECORD.exists():
-        return None
-    found = json.loads(RECORD.read_text())
-    return Record(**{**found, "link": Link(**found["link"])})
 
 
 def reserve() -> socket.socket:
@@ -217,6 +184,36 @@ class Lab:
                 yield process
             finally:
                 process.kill()
+
+
+@dataclass(frozen=True)
+class Record(Lab):
+    """A lab that is up, as it is kept in a file.
+
+    Args:
+        hosts, ranks: see `Lab`.
+        link: what each link is like, by its settings.
+        kept: it has been brought up to stay until somebody takes it down.
+        measured: Mbit/s from the first host to the second, and back; empty if not measured.
+    """
+
+    link: Link = field(default_factory=Link)
+    kept: bool = False
+    measured: tuple[float, ...] = ()
+
+    def write(self) -> None:
+        """Keep it; there is none before all of the lab is up."""
+        new = RECORD.with_suffix(".new")
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(RECORD)
+
+
+def read() -> Record | None:
+    """The lab that is up, if one is."""
+    if not RECORD.exists():
+        return None
+    found = json.loads(RECORD.read_text())
+    return Record(**{**found, "link": Link(**found["link"])})
 
 
 def _heard(process: subprocess.Popen[str]) -> str:

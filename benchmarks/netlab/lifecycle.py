@@ -51,9 +51,10 @@ def lab(
         NetlabError: it cannot be brought up here, or another one is up.
     """
     with state.reserve():
-        servers = _up(Record(hosts, Link(rate, delay, loss), ranks))
+        record = Record(hosts, ranks, Link(rate, delay, loss))
+        servers = _up(record)
         try:
-            yield Lab(hosts, ranks)
+            yield record
         finally:
             down()
             for server in servers:
@@ -63,11 +64,11 @@ def lab(
 def keep(hosts: int, link: Link, ranks: int) -> Record:
     """Bring a lab up that stays, and measure the link between its first two hosts; see `lab`."""
     with state.reserve():
-        record = Record(hosts, link, ranks, kept=True)
+        record = Record(hosts, ranks, link, kept=True)
         _up(record)
         try:
             streams = [(1, 2), (2, 1)] if hosts > 1 else []
-            record = replace(record, measured=tuple(Lab(hosts).measure([each])[0] for each in streams))
+            record = replace(record, measured=tuple(record.measure([each])[0] for each in streams))
             record.write()
         except BaseException:
             down()
@@ -112,7 +113,9 @@ def _bring_up(hosts: int, link: Link) -> list[subprocess.Popen[str]]:
         (overlay / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
     servers = [_start_server(number) for number in numbers]  # all at once, as each takes a while
     for number, server in zip(numbers, servers, strict=True):
-        _await_server(number, server)
+        if not network.ready(server):
+            said = state.file(number, "log").read_text().strip()
+            raise NetlabError(f"the ssh server of {hostname(number)} did not start: {said}")
     return servers
 
 
@@ -123,25 +126,9 @@ def _start_server(number: int) -> subprocess.Popen[str]:
     start = ["sh", "-ec", START, hostname(number), user_ssh, str(state.NO_SSH)]
     serve = [sys.executable, "-m", "benchmarks.netlab.server", f"{state.KEY}.pub"]
     with state.file(number, "log").open("w") as log:
-        server = subprocess.Popen(
-            [*enter_new, *start, *serve],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
+        server = network.start([*enter_new, *start, *serve], cwd=ROOT, stderr=log)
     state.file(number, "pid").write_text(str(server.pid))
     return server
-
-
-def _await_server(number: int, server: subprocess.Popen[str]) -> None:
-    assert server.stdout
-    with server.stdout as output:
-        if output.readline() != "ready\n":
-            said = state.file(number, "log").read_text().strip()
-            raise NetlabError(f"the ssh server of {hostname(number)} did not start: {said}")
 
 
 def down() -> None:

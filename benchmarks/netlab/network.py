@@ -18,8 +18,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.netlab import relay
 
@@ -106,17 +108,20 @@ class Link:
 
 def seconds(delay: str) -> float:
     """A delay such as "40ms" as seconds; NetlabError if it is not one."""
-    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)ms", delay)):
-        raise NetlabError(f"a delay is a number with ms, such as 40ms; not {delay!r}")
-    return float(found[1]) / 1e3
+    return _number(delay, "ms", "a delay is a number with ms, such as 40ms")[0] / 1e3
 
 
 def share(loss: str) -> float:
     """A loss such as "0.1%" as a part of 1; NetlabError if it is not one."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", loss)
-    if not found or float(found[1]) >= 100:
-        raise NetlabError(f"a loss is a number below 100 with %, such as 0.1%; not {loss!r}")
-    return float(found[1]) / 100
+    return _number(loss, "%", "a loss is a number below 100 with %, such as 0.1%", below=100)[0] / 100
+
+
+def _number(text: str, units: str, rule: str, below: float = math.inf) -> tuple[float, str]:
+    """A number and its unit, one of `units`; NetlabError with the rule if it is none."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)({units})", text)
+    if not found or float(found[1]) >= below:
+        raise NetlabError(f"{rule}; not {text!r}")
+    return float(found[1]), found[2]
 
 
 def namespace(number: int) -> str:
@@ -136,17 +141,22 @@ def add_switch(hosts: int, link: Link) -> None:
     call("ip", "-n", SWITCH, "link", "set", "bridge", "up")
     if link.is_relayed:
         words = [str(hosts), str(seconds(link.delay)), str(share(link.loss))]
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", SWITCH, sys.executable, "-IS", relay.__file__, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )  # it ends with the namespace
-        assert process.stdout
-        with process.stdout as output:
-            if output.readline() != "ready\n":
-                raise NetlabError("links with delay or loss need TAP devices (/dev/net/tun), which cannot be made here")
+        process = start(["ip", "netns", "exec", SWITCH, sys.executable, "-IS", relay.__file__, *words])
+        if not ready(process):  # else it ends with the namespace
+            raise NetlabError("links with delay or loss need TAP devices (/dev/net/tun), which cannot be made here")
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start what says "ready", and then serves."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, start_new_session=True, **pipes, **options)
+
+
+def ready(process: subprocess.Popen[str]) -> bool:
+    """Wait for what was started; whether it serves."""
+    assert process.stdout
+    with process.stdout as output:
+        return output.readline() == "ready\n"
 
 
 def add_host(number: int, link: Link) -> None:
@@ -190,10 +200,11 @@ def bits_per_second(rate: str) -> float:
     """
     if rate == UNSHAPED:
         return math.inf
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if not found or not float(found[1]):
-        raise NetlabError(f"a rate is a number with kbit, mbit or gbit, such as 100mbit, or {UNSHAPED}; not {rate!r}")
-    return float(found[1]) * UNITS[found[2]]
+    rule = f"a rate is a number with kbit, mbit or gbit, such as 100mbit, or {UNSHAPED}"
+    number, unit = _number(rate, "|".join(UNITS), rule)
+    if not number:
+        raise NetlabError(f"{rule}; not {rate!r}")
+    return number * UNITS[unit]
 
 
 def names() -> list[str]:
