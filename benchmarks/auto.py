@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from benchmarks.netlab import lab
 from benchmarks.quality.tasks import GPT_BLOCKS, GPT_WIDTH, Bytes, TransformerModel
 from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, complete, markdown, panels, read_results, save_figure, slowest
+from benchmarks.timing import wall_clock
 from dgc_horovod.planning.trial import Trial
 
 FILE, TIMEOUT_SECONDS = RESULTS / "auto.json.xz", 1800
@@ -91,18 +90,15 @@ TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], tupl
 KERAS = {"Keras MLP, 0.4 M": (64, 784), "Keras ResNet-50, 23.8 M": (8, 32, 32, 3)}
 
 
-@dataclass(frozen=True)
-class Trainer:
+class Trainer(NamedTuple):
     """A model that one method trains: functions that make a step, and that give the trial of auto."""
 
     run: Callable[[], Any]
     trial: Callable[[], Trial]
 
     def step(self) -> float:
-        """Seconds of a step."""
-        begin = time.perf_counter()
-        self.run()
-        return time.perf_counter() - begin
+        """Milliseconds of a step."""
+        return wall_clock(self.run)
 
 
 def torch_rank(name: str) -> dict[str, Any]:
@@ -197,7 +193,7 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
         choosing.append(auto.step())
     trainers = {AUTO: auto, **{method: make(method) for method in METHODS if method != AUTO}}
     longest = mean(statistics.median(choosing))
-    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / longest)))
+    steps = max(1, min(MOST_STEPS, int(1e3 * TURN_SECONDS / longest)))
     times: dict[str, list[float]] = {method: [] for method in METHODS}
     for turn in range(TURNS + 1):  # the first is not counted: selection has not settled yet
         first = turn % len(METHODS)  # each comes after each of the others
@@ -208,8 +204,8 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
     return {
         "mode": auto.trial().mode,
         "found": {mode: round(1e3 * seconds, 2) for mode, seconds in auto.trial().seconds.items()},
-        "choosing_ms": [round(1e3 * seconds, 2) for seconds in choosing],
-        "ms": {method: [round(1e3 * seconds, 2) for seconds in taken] for method, taken in times.items()},
+        "choosing_ms": [round(ms, 2) for ms in choosing],
+        "ms": {method: [round(ms, 2) for ms in taken] for method, taken in times.items()},
     }
 
 

@@ -83,8 +83,7 @@ def measure(options: argparse.Namespace) -> None:
             with hosts_at(workers, rate, options.ranks) as hosts:
                 for cell in (cell for cell in left if (cell.rate, cell.workers) == (rate, workers)):
                     bar.set_postfix_str(cell.key)
-                    order = _order(cell, wanted, options, _folder(Path(top), cell.model), hosts)
-                    keep(file, cell.key, figures(cell, order, hosts, options.launches))
+                    keep(file, cell.key, figures(cell, wanted, options, _folder(Path(top), cell.model), hosts))
                     bar.update()
 
 
@@ -96,43 +95,34 @@ def _folder(top: Path, model: str) -> Path:
     return folder
 
 
-def _order(
+def figures(
     cell: Cell, methods: Sequence[str], options: argparse.Namespace, folder: Path, hosts: Lab | None
 ) -> dict[str, Any]:
-    """The argument of `worker.rank`."""
+    """Launch the ranks of a cell, and again, so that no moment of a noisy machine decides; their steps together."""
+    link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
     warm_up, fewest, most = (3, 1, 4) if options.quick else (10, 3, 40)
-    return {
+    order = {
         "model": cell.model, "methods": list(methods), "density": cell.density, "ranks": cell.ranks,
         "seconds": options.seconds, "warm_up": warm_up, "fewest": fewest, "most": most, "folder": str(folder),
         "master": hosts.addresses[0] if hosts else "127.0.0.1", "device": "eth0" if hosts else "lo",
     }  # fmt: skip
-
-
-def figures(cell: Cell, order: Mapping[str, Any], hosts: Lab | None, launches: int) -> dict[str, Any]:
-    """Launch the ranks of a cell, and again, so that no moment of a noisy machine decides; their steps together."""
-    link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
     ranks, function = cell.workers * cell.ranks, "benchmarks.exchange.worker:rank"
-    found = [launch(function, order, ranks, hosts, TIMEOUT_SECONDS) for _ in range(launches)]
-    rows = [_row(cell, name, [[rank[name] for rank in one] for one in found]) for name in order["methods"]]
+    found = [launch(function, order, ranks, hosts, TIMEOUT_SECONDS) for _ in range(options.launches)]
+    rows = [_row(cell, name, [[rank[name] for rank in one] for one in found]) for name in methods]
     return {"link_mbit": [round(rate) for rate in link], "density": cell.density, "rows": rows}
 
 
 def _row(cell: Cell, method: str, launches: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """The figures of a method."""
     steps = [slowest(rank["ms"] for rank in one) for one in launches]
-    ordered, every = sorted(itertools.chain(*steps)), list(itertools.chain(*launches))
-    shapes = SHAPES[cell.model]()
+    every, shapes = list(itertools.chain(*launches)), SHAPES[cell.model]()
+    ordered = sorted(itertools.chain(*steps))
     phases = {name: [ms for rank in every for ms in rank["phases_ms"][name]] for name in every[0]["phases_ms"]}
+    what = {"what": "exchange", "model": cell.model, "parameters": numel(shapes), "tensors": len(shapes)}
+    place = {"workers": cell.workers, "ranks": cell.ranks, "rate": cell.rate, "method": method, "steps": len(ordered)}
     return {
-        "what": "exchange",
-        "model": cell.model,
-        "parameters": numel(shapes),
-        "tensors": len(shapes),
-        "workers": cell.workers,
-        "ranks": cell.ranks,
-        "rate": cell.rate,
-        "method": method,
-        "steps": len(ordered),
+        **what,
+        **place,
         "ms": deciles(ordered),
         "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
         "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),

@@ -61,19 +61,16 @@ def in_turns(trees: Mapping[str, Path], options: argparse.Namespace, model: str,
             for name in sorted(trees, reverse=turn % 2 == 1):  # so that neither is always the first
                 for row in rows_of(trees[name], model, workers, options.rate, Path(folder, "one.json")):
                     found.setdefault((name, row["method"]), []).append(row)
-    return [
-        {
-            "package": name,
-            "method": method,
-            "ms": statistics.median(row["ms"]["p50"] for row in rows),
-            "processor_ms": statistics.median(row["processor_ms"] for row in rows),
-            "phases_ms": {
-                phase: statistics.median(row["phases_ms"][phase] for row in rows) for phase in rows[0]["phases_ms"]
-            },
-            "rounds_ms": [row["ms"]["p50"] for row in rows],
-        }
-        for (name, method), rows in sorted(found.items())
-    ]
+    return [_middle(*place, rows) for place, rows in sorted(found.items())]
+
+
+def _middle(package: str, method: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One row of the medians of several rounds'."""
+    rounds, names = [row["ms"]["p50"] for row in rows], rows[0]["phases_ms"]
+    phases = {name: statistics.median(row["phases_ms"][name] for row in rows) for name in names}
+    processor = statistics.median(row["processor_ms"] for row in rows)
+    times = {"ms": statistics.median(rounds), "processor_ms": processor, "phases_ms": phases, "rounds_ms": rounds}
+    return {"package": package, "method": method, **times}
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.baselines import FLOWS
 from benchmarks.kernels.bench import MOMENTUM, Model, Scatter, Stream
-from benchmarks.report import label, markdown, panels, save_figure
+from benchmarks.report import label, markdown, panels, save_figure, where
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import timed, torch_threads
 from dgc_horovod import DGCConfig
@@ -53,12 +53,10 @@ def _ours(name: str, rule: str, config: DGCConfig, adam: bool = False) -> list[d
     for instructions, threads in [(name, 1) for name in (*plain, "AVX2", "AVX-512")] + [(widest, 2)]:
         if not kernels.use_instructions(instructions):
             continue
-        try:
-            with torch_threads(threads):
-                floor_run = partial(stream.run, model.gradients.flat)
-                ours, floor = timed(model.compress, floor_run, before=model.gradients.advance)
-        finally:
-            kernels.use_instructions(widest)
+        with torch_threads(threads):
+            loop = partial(stream.run, model.gradients.flat)
+            ours, floor = timed(model.compress, loop, before=model.gradients.advance)
+        kernels.use_instructions(widest)
         row = {"model": name, "rule": rule, "density": config.density, "instructions": instructions, "threads": threads}
         rows.append({**row, "ms": ours, "floor_ms": floor})
     return rows
@@ -92,11 +90,8 @@ def _baselines(name: str) -> list[dict[str, Any]]:
 
 def compress_table(rows: Sequence[Row]) -> str:
     """Markdown: time, times the floor, and how many times faster the exact rule is than the row."""
-    exact = {
-        (r["model"], r["threads"]): r["ms"]
-        for r in rows
-        if (r["rule"], r["density"]) == ("exact", 0.001) and r["instructions"] == _widest(rows, r["model"])
-    }
+    chosen = where(rows, rule="exact", density=0.001)
+    exact = {(r["model"], r["threads"]): r["ms"] for r in chosen if r["instructions"] == _widest(chosen, r["model"])}
     floors = {r["model"]: statistics.median(_floors(rows, r["model"])) for r in rows}
     lines = []
     for r in rows:
@@ -109,13 +104,13 @@ def compress_table(rows: Sequence[Row]) -> str:
 
 
 def _floors(rows: Sequence[Row], model: str) -> list[float]:
-    own = [r for r in rows if r["model"] == model and "floor_ms" in r and r["threads"] == 1]
-    return [r["floor_ms"] for r in own if "AdamW" not in r["rule"]]
+    own = where(rows, model=model, threads=1)
+    return [r["floor_ms"] for r in own if "floor_ms" in r and "AdamW" not in r["rule"]]
 
 
 def _widest(rows: Sequence[Row], model: str) -> str:
     """The instruction set that two threads were measured with; without AVX-512 a processor has another."""
-    return next(r["instructions"] for r in rows if r["model"] == model and r["threads"] == 2 and "instructions" in r)
+    return str(where(rows, model=model, threads=2)[0]["instructions"])
 
 
 def decode(quick: bool) -> list[dict[str, Any]]:
@@ -156,7 +151,7 @@ def _decoded(numel: int, density: float, workers: int) -> dict[str, Any]:
 
 def nanoseconds_an_element(rows: Sequence[Row], row: Row, parts: Sequence[str] = OURS) -> float | None:
     """Cost of each element received beyond those of two workers, for which the zeroing is the same."""
-    two = next(r for r in rows if (r["n"], r["k"], r["workers"]) == (row["n"], row["k"], 2))
+    (two,) = where(rows, n=row["n"], k=row["k"], workers=2)
     more = (row["workers"] - 2) * row["k"]
     return 1e6 * sum(row[part] - two[part] for part in parts) / more if more else None
 
@@ -190,11 +185,8 @@ def growth(quick: bool) -> list[dict[str, Any]]:
 
 
 def _of_one_bucket(rule: str, numel: int) -> Model:
-    config = (
-        DGCConfig(rule=rule, bucket_bytes=4 * numel, density=0.001)
-        if rule != "threshold"
-        else DGCConfig(rule=rule, bucket_bytes=4 * numel, threshold=THRESHOLD, max_density=0.002)
-    )
+    how = {"threshold": THRESHOLD, "max_density": 0.002} if rule == "threshold" else {"density": 0.001}
+    config = DGCConfig(rule=rule, bucket_bytes=4 * numel, **how)
     return Model([("weight", (1000, numel // 1000))], config, NativeKernels())
 
 
@@ -230,7 +222,7 @@ def draw_growth(rows: Sequence[Row], file: Path) -> None:
     """Time over size, both logarithmic."""
     figure, ((axes,),) = panels(width=6.4, height=4.2)
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        points = [(row["millions"], row["ms"]) for row in rows if row["rule"] == rule]
+        points = [(row["millions"], row["ms"]) for row in where(rows, rule=rule)]
         style = {"color": "0.45", "linestyle": "--"} if rule == "torch.topk" else {}
         axes.loglog(*zip(*points, strict=True), marker="o", label=rule, **style)
     sizes = sorted({row["millions"] for row in rows})

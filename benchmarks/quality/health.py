@@ -20,14 +20,8 @@ from dgc_horovod.advice import LOOKS
 from dgc_horovod.schedule import density_at
 
 # after its warm-up not behind dense training (docs/quality.md), and behind it or worse
-SOUND = [
-    Run("images", "dgc", 4, length=4),
-    Run("images", "dgc", 8, length=4),
-    Run("lstm", "dgc", 4, length=4),
-    Run("lstm", "dgc", 8, length=4),
-    Run("transformer", "dgc", 4),
-    Run("transformer", "dgc", 8),
-]
+SOUND = [Run(task, "dgc", workers, length=4) for task in ("images", "lstm") for workers in (4, 8)]
+SOUND += [Run("transformer", "dgc", workers) for workers in (4, 8)]
 BEHIND = [
     Run("lstm", "dgc, density 0.1%", 4, length=4),
     Run("lstm", "DGC without clipping", 4),
@@ -66,11 +60,9 @@ def described(rows: np.ndarray) -> dict[str, list[float]]:
     """Of each figure the median, and the highest that as many looks in a row as a warning takes stay at."""
     found = {}
     for name, values in zip(_FIGURES, rows.T, strict=True):
-        values = values[np.isfinite(values)]
-        if not len(values):
-            continue
-        in_a_row = sliding_window_view(values, min(LOOKS, len(values)))
-        found[name] = [float(np.median(values)), float(in_a_row.min(axis=1).max())]
+        if len(values := values[np.isfinite(values)]):
+            in_a_row = sliding_window_view(values, min(LOOKS, len(values)))
+            found[name] = [float(np.median(values)), float(in_a_row.min(axis=1).max())]
     return found
 
 
@@ -78,10 +70,8 @@ def table(kept: Sequence[dict[str, Any]]) -> str:
     """A line for each run, a column for each figure."""
     lines = []
     for row in kept:
-        run = Run(**row["run"])
-        name = (
-            f"{'' if row['sound'] else '**behind**: '}{run.task}, {run.variant}, N = {run.workers}, {run.steps} steps"
-        )
+        run, behind = Run(**row["run"]), "" if row["sound"] else "**behind**: "
+        name = f"{behind}{run.task}, {run.variant}, N = {run.workers}, {run.steps} steps"
         figures = [row["figures"].get(figure) for figure in _FIGURES]
         cells = [f"{each[0]:.3g} ({each[1]:.3g})" if each else "-" for each in figures]
         lines.append([name + " (diverged)" * row["diverged"], *cells])
@@ -93,10 +83,8 @@ def measure(options: argparse.Namespace) -> None:
     kept: list[dict[str, Any]] = []
     for run in (*SOUND, *BEHIND):
         found, rows = looked_at(run)
-        figures = described(rows) if len(rows) else {}
-        kept.append(
-            {"run": dataclasses.asdict(run), "sound": run in SOUND, "diverged": found["diverged"], "figures": figures}
-        )
+        what = {"run": dataclasses.asdict(run), "sound": run in SOUND, "diverged": found["diverged"]}
+        kept.append({**what, "figures": described(rows) if len(rows) else {}})
         print(table(kept[-1:]).splitlines()[-1], flush=True)
     keep_all(options.file, kept)
 

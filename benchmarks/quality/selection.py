@@ -49,15 +49,12 @@ def selected(x: np.ndarray, density: float, rule: str) -> tuple[int, float]:
 
 def vectors(draws: int = VECTORS) -> list[dict[str, Any]]:
     """The mean remainder of each rule on standard normal vectors, a row a k."""
+    normal = [np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32) for seed in range(draws)]
     rows = []
     for k in tqdm(COUNTS, desc="vectors", unit="k", ncols=100):
-        found = {rule: [selected(_normal(seed), k / NUMEL, rule)[1] for seed in range(draws)] for rule in RULES}
-        rows.append({"k": k, "numel": NUMEL, **{rule: float(np.mean(found[rule])) for rule in RULES}})
+        left = {rule: float(np.mean([selected(x, k / NUMEL, rule)[1] for x in normal])) for rule in RULES}
+        rows.append({"k": k, "numel": NUMEL, **left})
     return rows
-
-
-def _normal(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32)
 
 
 def gradients(
@@ -82,18 +79,15 @@ def gradients(
 
     def watch(ranks: Any, step: int, _: float) -> None:
         if step in looked_at:
-            rows.extend({"step": step, **row} for row in _looked_at(ranks, TASKS[task].settings.density))
+            found = _residuals(ranks) if isinstance(ranks, CompressedRanks) else _gradients(ranks)
+            described = ((name, _described(x, TASKS[task].settings.density)) for name, x in found.items())
+            rows.extend({"step": step, "tensor": name, **figures} for name, figures in described)
 
     train(run, steps=steps, points=1, watch=watch)
     return rows
 
 
-def _looked_at(ranks: Any, density: float) -> list[dict[str, Any]]:
-    found = _residuals(ranks) if isinstance(ranks, CompressedRanks) else _dense(ranks)
-    return [{"tensor": name, **_described(x, density)} for name, x in found.items()]
-
-
-def _dense(ranks: DenseRanks) -> dict[str, np.ndarray]:
+def _gradients(ranks: DenseRanks) -> dict[str, np.ndarray]:
     named = zip(ranks.parameters, ranks.gradients, strict=True)
     return {name: gradient.flatten().numpy() for name, gradient in named if gradient.dim() > 1}
 
@@ -101,9 +95,7 @@ def _dense(ranks: DenseRanks) -> dict[str, np.ndarray]:
 def _residuals(ranks: CompressedRanks) -> dict[str, np.ndarray]:
     """v as it was before the last selection: what is left, and what was sent."""
     found = {}
-    for engine in ranks.exchanges[0].engines:
-        if engine.bucket.uncompressed:
-            continue
+    for engine in (engine for engine in ranks.exchanges[0].engines if not engine.bucket.uncompressed):
         v, sent = engine.kernels.to_host(engine.state.v).copy(), engine.exchange.contributions[0]
         v[sent.positions] += sent.values  # not rounded: the variants here send fp32
         found.update({segment.name: v[segment.place] for segment in engine.bucket.segments})
