@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.baselines import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
-from benchmarks.kernels.bench import MOMENTUM, Host, Model
+from benchmarks.kernels.bench import MOMENTUM, Model
 from benchmarks.shapes import Shapes, bert_large, gpt_1_3b, resnet50, vgg16
 from benchmarks.timing import times, wall_clock
 from dgc_horovod import DGCConfig
@@ -106,20 +106,19 @@ def _model(name: str, shapes: Shapes, device: str, runs: int) -> dict[str, Any]:
     worker = _worker(shapes, DGCConfig(density=DENSITY), device, WORKERS)
     numel = worker.numel
     speed = bandwidth(device, min(numel, 1 << 28), runs)
-    hosts: list[Host] = []
+    host: list[tuple[float, float]] = []
 
     def compress() -> None:
         worker.compress()
-        hosts.append(worker.host)
+        host.append((worker.launching, worker.waiting))
 
     row: dict[str, Any] = {
         "model": name, "numel": numel, "buckets": len(worker.engines), "bytes_per_second": speed,
         "floor_ms": 1e3 * BYTES * numel / speed,
         "compress": timed(compress, device, runs, before=worker.gradients.advance),
     }  # fmt: skip
-    row["host_launches_ms"], row["host_waits_ms"] = (
-        1e3 * statistics.median(getattr(host, what) for host in hosts[-runs:]) for what in ("launching", "waiting")
-    )
+    launching, waiting = zip(*host[-runs:], strict=True)
+    row["host_launches_ms"], row["host_waits_ms"] = (1e3 * statistics.median(each) for each in (launching, waiting))
     row["launches"], row["busy_ms"] = _on_device(worker.compress, len(worker.engines), device)
     packets = [np.tile(message.payload, WORKERS) for message in worker.compress()]
     decode = partial(worker.receive, packets)

@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,26 +61,6 @@ class Recorded:
         self.arrays = next(self._steps, None) or self.arrays
 
 
-@dataclass
-class Host:
-    """What the host does in a step of compression, in seconds.
-
-    Args:
-        launching: until every bucket is under way on the device; for a host backend until all is done.
-        waiting: only waiting for the device.
-    """
-
-    launching: float = 0.0
-    waiting: float = 0.0
-
-    def wait(self, engine: BucketEngine) -> None:
-        """Wait until the message of a bucket is there."""
-        begin = time.perf_counter()
-        while not engine.ready:
-            pass
-        self.waiting += time.perf_counter() - begin
-
-
 class Model:
     """The engines of one rank over a model's shapes, and their gradients; what an adapter does, without one.
 
@@ -91,7 +70,8 @@ class Model:
         small: whether there are engines of the small tensors too, which are sent whole.
 
     Attributes:
-        host: what the host did in the last step.
+        launching: seconds of the last step until every bucket was under way on the device; of a host backend all.
+        waiting: seconds in which the host then only waited for the device.
     """
 
     def __init__(
@@ -109,7 +89,7 @@ class Model:
         buckets = [each for each in plan(specs, config, workers).buckets if small or not each.uncompressed]
         self.engines = [BucketEngine(bucket, config, kernels, 0, workers) for bucket in buckets]
         self.gradients = gradients([s.numel for e in self.engines for s in e.bucket.segments])
-        self.step, self.host = 0, Host()
+        self.step, self.launching, self.waiting = 0, 0.0, 0.0
         sparse = [engine for engine in self.engines if not engine.bucket.uncompressed]
         place = {segment.name: (engine, i) for engine in sparse for i, segment in enumerate(engine.bucket.segments)}
         second = SecondMoments({name: shape for name, shape in shapes if name in place}, 0, workers, True)
@@ -131,10 +111,12 @@ class Model:
                     self.adam.measure(segment.name, gradient, how)
                 engine.add_gradient(i, gradient, how)
             engine.begin_compress(1.0, self.step, self.config.final_density)
-        self.host = Host(launching=time.perf_counter() - begin)
-        messages = []
+        self.launching, self.waiting, messages = time.perf_counter() - begin, 0.0, []
         for engine in self.engines:
-            self.host.wait(engine)
+            begin = time.perf_counter()
+            while not engine.ready:
+                pass
+            self.waiting += time.perf_counter() - begin
             messages.append(engine.message())
         if self.adam is not None:
             message = self.adam.message()

@@ -15,10 +15,12 @@ GB/s between the workers of a node.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.exchange.tables import NAMES, STYLES, TITLES, Row
 from benchmarks.kernels import __main__ as kernels
@@ -97,18 +99,11 @@ def decode_nanoseconds() -> float:
     return max(nanoseconds_an_element(rows, row) or 0.0 for row in rows if row["workers"] == largest)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One method at one size: bytes that a card receives at a step, milliseconds beside computing, density."""
+class Point(NamedTuple):
+    """One method at one size: bytes that a card receives at a step, and efficiency."""
 
     nbytes: int
-    ms: float
-    density: float = 1.0
-
-    @property
-    def efficiency(self) -> float:
-        """Of a job whose step computes for `COMPUTE_MS`."""
-        return efficiency(self.ms)
+    efficiency: float
 
 
 def point(method: str, workers: int, density: float, rate: float, rows: Sequence[Row]) -> Point:
@@ -125,7 +120,7 @@ def point(method: str, workers: int, density: float, rate: float, rows: Sequence
     budget = BUDGET if method == WITHIN else None
     config = DGCConfig(density=density, max_bytes_per_step=budget)
     found = cost(name, specs(MODEL), config, Cluster(workers, Link(rate), NODE_SIZE), _machine(rows))
-    return Point(found.card_bytes, 1e3 * (found.network_seconds + found.cpu_seconds), found.density)
+    return Point(found.card_bytes, efficiency(1e3 * (found.network_seconds + found.cpu_seconds)))
 
 
 def _machine(rows: Sequence[Row]) -> Machine:
@@ -140,14 +135,13 @@ def _machine(rows: Sequence[Row]) -> Machine:
 
 def cluster_table(rows: Sequence[Row], density: float) -> str:
     """Megabytes into a card, and efficiency, by method and number of workers."""
-    lines = []
-    for method in (DENSE, FP16, *METHODS):
+    methods, lines = (DENSE, FP16, *METHODS), []
+    for method in methods:
         points = [point(method, workers, density, 1e9, rows) for workers in WORKERS]
         lines.append([f"{method}: MB received by a card", *(_megabytes(each.nbytes) for each in points)])
-    for name, rate in RATES.items():
-        for method in (DENSE, FP16, *METHODS):
-            points = [point(method, workers, density, rate, rows) for workers in WORKERS]
-            lines.append([f"{method}: efficiency, {name}", *(f"{each.efficiency:.0%}" for each in points)])
+    for (name, rate), method in itertools.product(RATES.items(), methods):
+        points = [point(method, workers, density, rate, rows) for workers in WORKERS]
+        lines.append([f"{method}: efficiency, {name}", *(f"{each.efficiency:.0%}" for each in points)])
     return markdown([f"density {density:.1%}, workers:", *(f"{n:,}" for n in WORKERS)], lines)
 
 
@@ -172,9 +166,8 @@ def draw_clusters(rows: Sequence[Row], file: Path) -> None:
         axes.set_xlabel("workers, eight a node")
     for axes in grid[:, 0]:
         axes.set_ylabel("modelled efficiency, %")
-    figure.legend(
-        *grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False, fontsize=8
-    )
+    lines = grid[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
     save_figure(figure, file)
 
 

@@ -17,11 +17,11 @@ import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.exchange.tables import FILE, NAMES, Row, milliseconds
 from benchmarks.planning.scaling import BITS, specs
-from benchmarks.report import markdown, read_results
+from benchmarks.report import markdown, read_results, where
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
@@ -70,12 +70,12 @@ class Prediction(NamedTuple):
 @functools.cache
 def _unshaped() -> float:
     """Bits a second: the link of the known cell, measured one way, as its nominal rate would be."""
-    (link,) = (
-        each["link_mbit"]
-        for each in read_results(FILE).values()
-        if tuple(each["rows"][0][name] for name in ("model", "workers", "rate")) == KNOWN
-    )
+    (link,) = (each["link_mbit"] for each in read_results(FILE).values() if _place(each["rows"][0]) == KNOWN)
     return float(1e6 * link[0] / PAYLOAD)
+
+
+def _place(row: Row) -> tuple[str, int, str]:
+    return row["model"], row["workers"], row["rate"]
 
 
 def _cost(row: Row, machine: Machine) -> Cost:
@@ -106,18 +106,15 @@ def calibrated(known: Row) -> Machine:
 
 def predict(rows: Sequence[Row], workers: int) -> list[Prediction]:
     """Every row of the planner's methods among so many hosts but those that the constants are of."""
-    known = {row["method"]: row for row in rows if (row["model"], row["workers"], row["rate"]) == KNOWN}
+    known = {row["method"]: row for row in rows if _place(row) == KNOWN}
     found = []
-    for row in rows:
-        place = row["model"], row["workers"], row["rate"]
-        if row["method"] in METHODS and row["workers"] == workers and place != KNOWN:
-            machine = calibrated(known[row["method"]])
+    for row in where(rows, workers=workers):
+        if row["method"] in METHODS and _place(row) != KNOWN:
+            machine, phases = calibrated(known[row["method"]]), row["phases_ms"]
             priced = _cost(row, machine)
-            without = 1e3 * (priced.network_seconds + priced.cpu_seconds)
-            phases = row["phases_ms"]
-            own = (
-                _network_ms(row) + 1e3 * machine.overhead + phases["compress"] + phases["decode"] if phases else without
-            )
+            own = without = 1e3 * (priced.network_seconds + priced.cpu_seconds)
+            if phases:
+                own = _network_ms(row) + 1e3 * machine.overhead + phases["compress"] + phases["decode"]
             found.append(Prediction(row, own, without))
     return found
 
@@ -137,27 +134,20 @@ def summary(found: Sequence[Prediction]) -> str:
 
 def cells(found: Sequence[Prediction]) -> str:
     """Each cell: measured, predicted, error."""
-    lines = [
-        [
-            f"{each.row['model']}, {NAMES[each.row['rate']]}, {each.row['method']}",
-            *(milliseconds(value) for value in (each.measured, each.ms)),
-            f"{each.error:+.0%}",
-            f"{each.error_without:+.0%}",
-        ]
-        for each in found
-    ]
+    lines = []
+    for each in found:
+        place = f"{each.row['model']}, {NAMES[each.row['rate']]}, {each.row['method']}"
+        errors = f"{each.error:+.0%}", f"{each.error_without:+.0%}"
+        lines.append([place, milliseconds(each.measured), milliseconds(each.ms), *errors])
     return markdown(["N = 2", "measured, ms", "predicted, ms", "error", "error with the other cell's phases"], lines)
 
 
 def many(rows: Sequence[Row]) -> str:
     """Four and eight hosts, whose ranks share two cores: what the network takes, and what is beside it."""
     lines = []
-    for workers in (4, 8):
-        for each in predict(rows, workers):
-            times = map(milliseconds, (each.measured, _network_ms(each.row)))
-            phases: dict[str, Any] = each.row["phases_ms"]
-            waiting = milliseconds(phases["wait"]) if phases else ""
-            name = f"{each.row['model']}, N = {workers}, {each.row['method']}"
-            lines.append([name, *times, waiting, milliseconds(each.without)])
+    for each in (*predict(rows, 4), *predict(rows, 8)):
+        row, wait = each.row, each.row["phases_ms"].get("wait")
+        times = map(milliseconds, (each.measured, _network_ms(row), wait, each.without))
+        lines.append([f"{row['model']}, N = {row['workers']}, {row['method']}", *times])
     head = ["1 Gbps", "measured, ms", "network, predicted", "wait, measured", "predicted with a core a rank"]
     return markdown(head, lines)
