@@ -29,19 +29,17 @@ def login_environment(user: pwd.struct_passwd) -> dict[str, str]:
 async def serve(process: Process) -> None:
     """Run what one client asks for; if the client goes away, what it started is killed."""
     user = pwd.getpwuid(os.getuid())
+    words, pipe = ["-l"] if process.command is None else ["-c", process.command], asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
-        SHELL,
-        *(["-l"] if process.command is None else ["-c", process.command]),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=login_environment(user),
-        cwd=user.pw_dir,
+        SHELL, *words, stdin=pipe, stdout=pipe, stderr=pipe, env=login_environment(user), cwd=user.pw_dir,
         start_new_session=True,
-    )
-    work = asyncio.create_task(_relay(process, child))
+    )  # fmt: skip
+    await process.redirect(stdout=child.stdout, stderr=child.stderr)
+    feeding = asyncio.create_task(_feed(process, child))
+    work = asyncio.create_task(_status(process, child))
     gone = asyncio.create_task(process.wait_closed())
     await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    feeding.cancel()
     if gone.done() or work.exception():
         work.cancel()
         with contextlib.suppress(ProcessLookupError):
@@ -50,29 +48,21 @@ async def serve(process: Process) -> None:
         _exit(process, work.result())
 
 
-async def _relay(process: Process, child: asyncio.subprocess.Process) -> int:
-    """Exit status of `child`, once all its output is on its way."""
-    assert child.stdin and child.stdout and child.stderr
-    accumulation = asyncio.create_task(_feed(process.stdin, child.stdin))
-    try:
-        await asyncio.gather(_copy(child.stdout, process.stdout), _copy(child.stderr, process.stderr))
-        return await child.wait()
-    finally:
-        accumulation.cancel()
-
-
-async def _feed(source: asyncssh.SSHReader[bytes], sink: asyncio.StreamWriter) -> None:
+async def _feed(process: Process, child: asyncio.subprocess.Process) -> None:
+    """Pass the input on; asyncssh itself would give up the client where a command does not read all of it."""
+    assert child.stdin
     with contextlib.suppress(OSError, asyncssh.Error):  # either end may close before the other
-        while data := await source.read(CHUNK):
-            sink.write(data)
-            await sink.drain()
-    sink.close()
+        while data := await process.stdin.read(CHUNK):
+            child.stdin.write(data)
+            await child.stdin.drain()
+    child.stdin.close()
 
 
-async def _copy(source: asyncio.StreamReader, sink: asyncssh.SSHWriter[bytes]) -> None:
-    while data := await source.read(CHUNK):
-        sink.write(data)
-        await sink.drain()
+async def _status(process: Process, child: asyncio.subprocess.Process) -> int:
+    """Exit status of `child`, once all its output is on its way."""
+    await process.stdout.drain()
+    await process.stderr.drain()
+    return await child.wait()
 
 
 def _exit(process: Process, status: int) -> None:
