@@ -32,13 +32,12 @@ class Benchmark:
 
     Args:
         name: of its module.
-        help: what it measures.
+        help: what it measures; the first paragraph stands above the arguments in ``--help``, the others below.
         measure: function of the options: measures what they ask for, and keeps it in ``options.file``.
         table: function of the options: Markdown of what ``options.file`` holds.
         file: of results, where ``--file`` names no other.
         arguments: of its own.
         quick: function that makes the options those of a run of seconds, whose results are thrown away; or None.
-        notes: below the arguments in ``--help``.
     """
 
     name: str
@@ -48,13 +47,11 @@ class Benchmark:
     file: Path
     arguments: tuple[Argument, ...] = ()
     quick: Callable[[argparse.Namespace], None] | None = None
-    notes: str = ""
 
     def parser(self) -> argparse.ArgumentParser:
         """The command line."""
-        made = argparse.ArgumentParser(
-            prog=f"python -m benchmarks.{self.name}", description=self.help, epilog=self.notes, formatter_class=_Help
-        )
+        above, _, below = self.help.partition("\n\n")
+        made = argparse.ArgumentParser(f"python -m benchmarks.{self.name}", None, above, below, formatter_class=_Help)
         for add in self.arguments:
             add(made)
         made.add_argument("--file", type=Path, default=self.file, help="of results")

@@ -1,4 +1,9 @@
-"""A GPT of 5.1 M parameters on two hosts behind a slow link with delay: AdamW, dense and with local steps."""
+"""A GPT of 5.1 M parameters on two hosts behind a slow link with delay: AdamW, dense and with local steps.
+
+What a run learns is the same behind any link: it is simulated, each run by a process. Its seconds are its steps times
+the time of one by real ranks behind the link. That needs root. It takes some five hours a seed on 2 cores; what is
+learnt is kept, so that a study that was stopped goes on.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +37,6 @@ MARGINS = (0.2, 0.1)
 LONG_ROUND = 15  # steps, of which nearly all exchange nothing
 Results = dict[str, dict[str, Any]]  # by name of the variant
 Points = Sequence[tuple[float, float]]  # (seconds, loss)
-NOTES = """\
-What a run learns is the same behind any link: it is simulated, each run by a process. Its seconds are its steps times
-the time of one by real ranks behind the link. That needs root. It takes some five hours a seed on 2 cores; what is
-learnt is kept, so that a study that was stopped goes on.
-"""
 
 
 def rank(orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,8 +196,7 @@ COMMAND = Benchmark(
         argument("--task", default="gpt", metavar="T", help="of benchmarks.quality"),
         argument("--seeds", type=int, nargs="+", default=[0], metavar="S", help="of the runs"),
         argument("--steps", type=int, metavar="S", help="of each run; None: whole runs"),
-    ),
-    notes=NOTES,
+    )
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """Time of one step's exchange by every method, on emulated hosts behind shaped links. Needs root on Linux.
 
 What is timed: hooks, compression, collectives and decoding, from gradients that are there to p.grad that is filled.
+
+Hosts of several ranks (--ranks) exchange by other methods; their results belong in another file:
+
+  python -m benchmarks.exchange --models resnet50 --workers 2 4 --ranks 2 --rates 1gbit --file nodes.json
 """
 
 from __future__ import annotations
@@ -25,11 +29,6 @@ from benchmarks.shapes import SHAPES, numel
 
 TIMEOUT_SECONDS = 3_000
 RATES = ("100mbit", "1gbit", "10gbit", "none")
-NOTES = f"""\
-Hosts of several ranks (--ranks) exchange by {", ".join(NODE_METHODS)}; their results belong in another file:
-
-  python -m benchmarks.exchange --models resnet50 --workers 2 4 --ranks 2 --rates 1gbit --file nodes.json
-"""
 
 
 @dataclass(frozen=True)
@@ -152,14 +151,14 @@ COMMAND = Benchmark(
         argument("--rates", nargs="+", choices=RATES, default=RATES, metavar="R", help="of the links"),
         argument(
             "--methods", nargs="+", choices=list({**METHODS, **NODE_METHODS}), metavar="W",
-            help=f"of {'; '.join(METHODS)}; None: all",
+            help=f"of {'; '.join(METHODS)}; on hosts of several ranks of {'; '.join(NODE_METHODS)}; None: all",
         ),
         argument("--density", type=float, default=0.001, metavar="D", help="of what compresses"),
         argument("--seconds", type=float, default=5.0, metavar="S", help="of timed steps a method"),
         argument("--launches", type=int, default=2, metavar="L", help="of each cell, their steps together"),
         argument("--again", action="store_true", help="measure anew what this machine has measured already"),
     ),
-    quick, NOTES,
+    quick,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,4 +1,17 @@
-"""Several hosts on one Linux machine, for Horovod's launcher: namespaces behind a bridge, their links shaped."""
+"""Several hosts on one Linux machine, for Horovod's launcher: namespaces behind a bridge, their links shaped.
+
+example:
+  python -m benchmarks.netlab up --hosts 4 --rate 1gbit --per-host-ranks 2
+  python -m benchmarks.netlab run -- dgcrun --gloo --dgc python train.py
+  python -m benchmarks.netlab run --host 3 -- ssh host2 hostname
+  python -m benchmarks.netlab down
+  python -m benchmarks.netlab up --hosts 2 --rate 50mbit --delay 40ms --loss 0.1%
+
+Hosts are host1, host2, ... at 10.77.0.1, 10.77.0.2, ... and reach each other by ssh
+without a flag. It needs root. /etc/hosts and ~/.ssh stay as they are.
+run gives the launcher -np and -H where it has neither, and exports both as
+NETLAB_NP and NETLAB_HOSTS.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +28,15 @@ from benchmarks.netlab import lifecycle, network
 from benchmarks.netlab.hosts import Lab, Record, enter
 from benchmarks.netlab.network import NetlabError
 
-EXAMPLE = """\
-example:
-  python -m benchmarks.netlab up --hosts 4 --rate 1gbit --per-host-ranks 2
-  python -m benchmarks.netlab run -- dgcrun --gloo --dgc python train.py
-  python -m benchmarks.netlab run --host 3 -- ssh host2 hostname
-  python -m benchmarks.netlab down
-  python -m benchmarks.netlab up --hosts 2 --rate 50mbit --delay 40ms --loss 0.1%
-
-Hosts are host1, host2, ... at 10.77.0.1, 10.77.0.2, ... and reach each other by ssh
-without a flag. It needs root. /etc/hosts and ~/.ssh stay as they are.
-run gives the launcher -np and -H where it has neither, and exports both as
-NETLAB_NP and NETLAB_HOSTS.
-"""
 LAUNCHERS = ("horovodrun", "dgcrun")
 PLACES = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--host-discovery-script")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(
-        prog="python -m benchmarks.netlab",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    above, _, below = (__doc__ or "").partition("\n\n")
+    how = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser("python -m benchmarks.netlab", None, above, below, formatter_class=how)
     commands = top.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="bring hosts up and measure the link between the first two")
     up.add_argument("--hosts", type=int, metavar="N", required=True, help="how many hosts")

@@ -1,20 +1,5 @@
-"""Trains three small models dense and compressed, part by part, and keeps how well each does."""
+"""Trains three small models dense and compressed, part by part, and keeps how well each does.
 
-from __future__ import annotations
-
-import argparse
-import itertools
-import os
-from dataclasses import replace
-
-from benchmarks.command import Benchmark, argument
-from benchmarks.quality import page, runs, selection, tables
-from benchmarks.quality.training import Run
-from benchmarks.report import read_results
-
-STUDIES = (*runs.STUDIES, "selection")
-QUICK_LENGTH = 0.02
-NOTES = """\
 studies:
   ablation    DGC part by part, rules, codecs and densities; 4 and 8 ranks, three tasks
   longer      the gap to dense training in runs of 1, 4 and 10 times the length
@@ -37,6 +22,21 @@ have a file of their own, which that page reads:
 
   python -m benchmarks.quality adam adam-gpt --file benchmarks/results/quality-adam.json.xz
 """
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from dataclasses import replace
+
+from benchmarks.command import Benchmark, argument
+from benchmarks.quality import page, runs, selection, tables
+from benchmarks.quality.training import Run
+from benchmarks.report import read_results
+
+STUDIES = (*runs.STUDIES, "selection")
+QUICK_LENGTH = 0.02
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -74,7 +74,7 @@ COMMAND = Benchmark(
         argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="of the runs"),
         argument("--processes", type=int, default=os.cpu_count(), metavar="P", help="simulated runs at a time"),
     ),
-    quick, NOTES,
+    quick,
 )  # fmt: skip
 
 if __name__ == "__main__":

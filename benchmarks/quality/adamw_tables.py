@@ -13,16 +13,7 @@ from benchmarks.quality.analysis import Outcome, gaps, paired
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
 from benchmarks.quality.tasks import ALL_TASKS
 from benchmarks.quality.training import Run
-from benchmarks.quality.variants import (
-    ADAM,
-    ADAM_DENSE,
-    AVERAGED,
-    LOCAL,
-    LOCAL_DENSER,
-    LOCAL_GENTLER,
-    LOCAL_STEPS,
-    VARIANTS,
-)
+from benchmarks.quality.variants import ADAM, ADAM_DENSE, AVERAGED, LOCAL_STEPS, VARIANTS
 from benchmarks.report import label, markdown, mean_and_deviation, panels, save_figure, spread
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
@@ -30,7 +21,7 @@ LEAST = "AdamW, dgc, 0.1% in 2 bits"
 NOTHING = f"0 runs are in benchmarks/results/{ADAM_KEPT.name} yet."
 LOSS = "loss minus dense AdamW, nats"
 # local variant -> the one without compression, and H
-_GROUPS = [(names, AVERAGED, LOCAL_STEPS) for names in (LOCAL, LOCAL_DENSER, LOCAL_GENTLER)]
+_GROUPS = [(names, AVERAGED, LOCAL_STEPS) for names in (all_of.LOCAL, all_of.LOCAL_DENSER, all_of.LOCAL_GENTLER)]
 _GROUPS += [(all_of.LATER_LOCAL, all_of.LATER_AVERAGED, (15,))]
 BESIDE = {name: beside for names, *others in _GROUPS for name, *beside in zip(names, *others, strict=False)}
 
@@ -139,7 +130,7 @@ def local_steps(found: Sequence[Outcome]) -> str:
             config = VARIANTS[name].config(ALL_TASKS[run.task].settings)
             assert config is not None
             title = f"{_place(run)}, H = {steps}, {config.density:.1%}"
-            title += f", momentum {config.outer_momentum}" * (name in LOCAL_GENTLER)
+            title += f", momentum {config.outer_momentum}" * (name in all_of.LOCAL_GENTLER)
             title += f", after {later} dense steps" * bool(later)
             losses = [[each.loss for each in row] for row in rows]
             differences = zip(*((b - a, c - a, c - b) for a, b, c in losses), strict=True)
@@ -154,7 +145,7 @@ def local_steps(found: Sequence[Outcome]) -> str:
 def outer_momentum(found: Sequence[Outcome]) -> str:
     """A line for each place of which whole weights were averaged with outer momentum, beside none and beside ours."""
     lines, found = [], _of_study(found)
-    groups = list(zip(LOCAL_STEPS, AVERAGED, LOCAL_DENSER, strict=True))
+    groups = list(zip(LOCAL_STEPS, AVERAGED, all_of.LOCAL_DENSER, strict=True))
     for place, (steps, averaged, denser) in itertools.product(_places(found), groups):
         if rows := _rows(found, place, [averaged, *(f"{averaged}, {name}" for name in all_of.OUTER), denser]):
             differences = zip(*([each.loss - row[0].loss for each in row[1:]] for row in rows), strict=True)

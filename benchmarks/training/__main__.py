@@ -1,4 +1,8 @@
-"""Training on hosts behind slow links, dense and compressed: seconds per step and to a target quality."""
+"""Training on hosts behind slow links, dense and compressed: seconds per step and to a target quality.
+
+It needs root for the hosts' links, and about an hour on 2 cores that do nothing else. What has been run is
+kept, so that a study that was stopped goes on; to measure anew: --file.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,6 @@ from benchmarks.training.runs import HOSTS, KEPT, Launch, load
 from benchmarks.training.tasks import STUDIED
 
 LAUNCH_SECONDS, STEP_SECONDS = 90, 4  # far more than any takes; then it is killed
-NOTES = """\
-It needs root for the hosts' links, and about an hour on 2 cores that do nothing else. What has been run is
-kept, so that a study that was stopped goes on; to measure anew: --file.
-"""
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -60,7 +60,7 @@ COMMAND = Benchmark(
         argument("--hosts", type=int, nargs="+", choices=HOSTS, default=HOSTS, help="numbers of hosts"),
         lambda parser: parser.set_defaults(launches=()),
     ),
-    quick, NOTES,
+    quick,
 )  # fmt: skip
 
 if __name__ == "__main__":
