@@ -23,6 +23,7 @@ from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
+Check = Callable[[Size], None]
 INTERPRETED = Size("cpu", (1, 63, 2049, 333, 1500), steps=4, ranks=2, long_run=5)
 ON_DEVICE = Size("cuda", (1, 63, 40_961, 333, 300_003, 4096, 700_000), steps=6, ranks=2, long_run=1000)
 SANITIZED = Size("cuda", (1, 63, 4097, 333, 9000), steps=3, ranks=2, long_run=3)
@@ -38,21 +39,12 @@ def _same(size: Size, config: DGCConfig, **how: Any) -> None:
     assert not wrong, f"{len(wrong)} of {len(reference)} vectors and packets differ, the first is number {wrong[0]}"
 
 
-def _codec(values: str) -> Callable[[Size], None]:
-    return lambda size: _same(size, DGCConfig(density=0.02, values=values))
-
-
-def _feed(name: str) -> Callable[[Size], None]:
-    return lambda size: _same(size, DGCConfig(density=0.02), feeds=FEEDS[name])
-
-
-def _data(name: str) -> Callable[[Size], None]:
-    return lambda size: _same(size, DGCConfig(density=0.02), data=name)
-
-
-def _rule(rule: str) -> Callable[[Size], None]:
-    extra: dict[str, Any] = {"threshold": 3.0, "max_density": 0.05} if rule == "threshold" else {"density": 0.03}
-    return lambda size: _same(size, DGCConfig(rule=rule, scope="tensor", **extra))
+def _check(
+    feeds: str = "momentum", data: str = "laplace", whole: bool = False, **fields: Any
+) -> Callable[[Size], None]:
+    """A check of whole steps, with these fields of the configuration."""
+    config = DGCConfig(**{"density": 0.02, **fields})
+    return lambda size: _same(size, config, feeds=FEEDS[feeds], data=data, whole=whole)
 
 
 def densities(size: Size) -> None:
@@ -80,16 +72,6 @@ def sharded(size: Size) -> None:
         engine = BucketEngine(bucket_of(four.numels), config, ReferenceKernels(), 0, four.ranks)
         assert engine.spec(density).exchange.keeps_remainder, "too small: another exchange brings fewer bytes"
         _same(four, config)
-
-
-def sent_whole(size: Size) -> None:
-    """Small tensors that are sent whole in 8 bits."""
-    _same(size, DGCConfig(density=0.02, values="8bit"), whole=True)
-
-
-def nothing_kept_from_masking(size: Size) -> None:
-    """Without factor masking u stays."""
-    _same(size, DGCConfig(density=0.02, factor_masking=False))
 
 
 def momentum_in_bf16(size: Size) -> None:
@@ -234,17 +216,21 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
     return elements.positions.tobytes() + elements.values.tobytes()
 
 
-CHECKS: dict[str, Callable[[Size], None]] = {
-    **{f"values {name}": _codec(name) for name in VALUE_CODECS},
-    **{f"feed {name}": _feed(name) for name in FEEDS if name != "momentum"},  # what the others have
-    **{f"data {name}": _data(name) for name in DATA if name != "laplace"},
-    **{f"rule {name}, per tensor": _rule(name) for name in RULES},
+_OF_RULE: dict[str, dict[str, Any]] = {"threshold": {"threshold": 3.0, "max_density": 0.05}}
+CHECKS: dict[str, Check] = {
+    **{f"values {name}": _check(values=name) for name in VALUE_CODECS},
+    **{f"feed {name}": _check(name) for name in FEEDS if name != "momentum"},  # what the others have
+    **{f"data {name}": _check(data=name) for name in DATA if name != "laplace"},
+    **{
+        f"rule {name}, per tensor": _check(rule=name, scope="tensor", **_OF_RULE.get(name, {"density": 0.03}))
+        for name in RULES
+    },
     "densities": densities,
     "denormals": denormals,
     "off the grid": off_the_grid,
-    "sent whole": sent_whole,
+    "sent whole": _check(values="8bit", whole=True),  # small tensors, in 8 bits
     "sharded": sharded,
-    "without masking": nothing_kept_from_masking,
+    "without masking": _check(factor_masking=False),  # u stays
     "momentum in bf16": momentum_in_bf16,
     "the device does it": the_device_does_it,
     "under way together": under_way_together,
