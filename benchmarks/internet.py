@@ -11,7 +11,6 @@ import argparse
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, replace
@@ -37,44 +36,6 @@ MARGINS = (0.2, 0.1)
 LONG_ROUND = 15  # steps, of which nearly all exchange nothing
 Results = dict[str, dict[str, Any]]  # by name of the variant
 Points = Sequence[tuple[float, float]]  # (seconds, loss)
-
-
-def rank(orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs one after the other, as a user's script does them: ``milliseconds`` of each step, bytes ``sent`` a step."""
-    import horovod.torch as hvd
-    from torch.optim import Optimizer
-
-    from benchmarks import connections
-    from benchmarks.quality.simulation import LossOf
-    from benchmarks.quality.tasks import Task
-    from benchmarks.quality.worker import RealRank
-
-    class TimedRank(RealRank):
-        """The same on the clock. Nothing else is exchanged: behind a slow link it would be most of a step."""
-
-        def step(self, loss_of: LossOf) -> float:
-            start = time.perf_counter()
-            loss = self.own_step(loss_of)
-            seconds.append(time.perf_counter() - start)
-            return loss.item()
-
-    found = []
-    connections.start()
-    for order in orders:
-        seconds, made = list[float](), list[TimedRank]()
-
-        def make(run: Run, task: Task, optimizer: Optimizer) -> TimedRank:
-            made.append(TimedRank(run, task, optimizer, order["exchanges"]))  # noqa: B023
-            return made[-1]  # noqa: B023
-
-        train(Run(**order["run"]), make, order["steps"], points=0)
-        stats = made[0].optimizer.compression_stats() if made[0].exchange else {}
-        full = 4 * sum(p.numel() for group in made[0].optimizer.param_groups for p in group["params"])
-        sent = stats["bytes_sent"] / order["steps"] if stats else full * order["exchanges"]
-        found.append({"milliseconds": [round(1e3 * each, 2) for each in seconds], "sent": round(sent)})
-        connections.renew()
-    hvd.shutdown()
-    return found
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -116,7 +77,7 @@ def _timed(options: argparse.Namespace, seed: int) -> tuple[float, Results]:
     orders += [order(name, DENSE_STEPS if name == DENSE else TIMED_STEPS) for name in NAMES]
     with lab(HOSTS, options.rate, 1, options.delay, options.loss) as hosts:
         link = round(hosts.one_way(), 1)
-        found = launch("benchmarks.internet:rank", orders, HOSTS, hosts, TIMEOUT_SECONDS)[0]
+        found = launch("benchmarks.quality.worker:timed_rank", orders, HOSTS, hosts, TIMEOUT_SECONDS)[0]
     return link, dict(zip([NOTHING, *NAMES], found, strict=True))
 
 

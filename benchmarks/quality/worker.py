@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import connections
 from benchmarks.quality.simulation import LossOf
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS
+from benchmarks.timing import wall_clock
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
@@ -69,6 +71,20 @@ class RealRank:
         if self._forgets and self.exchange:
             self.exchange.clear()
         return loss.detach()
+
+
+class TimedRank(RealRank):
+    """The same on the clock. Nothing else is exchanged: behind a slow link it would be most of a step."""
+
+    def __init__(self, *given: Any, exchanges: bool) -> None:
+        super().__init__(*given, exchanges)
+        self.milliseconds: list[float] = []
+
+    def step(self, loss_of: LossOf) -> float:
+        """One step; this rank's loss."""
+        losses = list[Tensor]()
+        self.milliseconds.append(round(wall_clock(lambda: losses.append(self.own_step(loss_of))), 2))
+        return losses[0].item()
 
 
 class PowerSgdRank:
@@ -133,4 +149,26 @@ def rank(order: Mapping[str, Any]) -> dict[str, Any]:
         distributed.destroy_process_group()
     else:
         hvd.shutdown()
+    return found
+
+
+def timed_rank(orders: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Runs one after the other, as a user's script does them: ``milliseconds`` of each step, bytes ``sent`` a step."""
+    found = []
+    connections.start()
+    for order in orders:
+        made = list[TimedRank]()
+
+        def make(*given: Any, order: Mapping[str, Any] = order, made: list[TimedRank] = made) -> TimedRank:
+            made.append(TimedRank(*given, exchanges=order["exchanges"]))
+            return made[-1]
+
+        train(Run(**order["run"]), make, order["steps"], points=0)
+        (rank,) = made
+        stats = rank.optimizer.compression_stats() if rank.exchange else {}
+        full = 4 * sum(p.numel() for group in rank.optimizer.param_groups for p in group["params"])
+        sent = stats["bytes_sent"] / order["steps"] if stats else full * order["exchanges"]
+        found.append({"milliseconds": rank.milliseconds, "sent": round(sent)})
+        connections.renew()
+    hvd.shutdown()
     return found
