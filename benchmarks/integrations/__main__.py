@@ -58,10 +58,9 @@ def table(kept: Mapping[str, Any]) -> str:
     for name, row in ROWS.items():
         if (found := kept.get(name)) is None:
             continue
-        if not {"missing", "error"}.isdisjoint(found):
+        if "missing" in found or "error" in found:
             why = f"not installed: {', '.join(found['missing'])}" if "missing" in found else "failed"
             lines.append([row.title, why, *[""] * 5])
-            continue
         for way, edit in (("by_variable", row.edit), ("lines", row.lines)):
             if way in found:
                 lines.append([row.title if way == "by_variable" else "", edit, *_cells(found, way)])

@@ -80,34 +80,27 @@ def run(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             said, used = launched(BY_VARIABLE, folder, names, variables({"density": DENSITY, **more}))
         except LaunchError as error:
             return {name: {"error": str(error)[-_LAST:]} for name in names}
-        told = SAVED.search(said) is not None
-        return {
-            name: _figures(ROWS[name], folder / name, *([rank[name] for rank in each] for each in (alone, exact, used)))
-            | {"told": told}
-            for name in names
-        }
+        found = {}
+        for name in names:
+            ranks = ([rank[name] for rank in launch] for launch in (alone, exact, used))
+            found[name] = {**_figures(ROWS[name], folder / name, *ranks), "told": SAVED.search(said) is not None}
+        return found
 
 
 def _figures(row: Row, saved: Path, alone: Ranks, exact: Ranks, used: Ranks) -> dict[str, Any]:
-    near = "unusual" if row.differs else "dense"
-    found = {
-        "dense": alone[0]["dense"]["loss"],
-        "by_variable": _of_way(used[0][BY_VARIABLE])
-        | {"distance": _distance(saved, near, BY_VARIABLE_EXACT), "same": _same(exact) and _same(used)},
-    }
-    if row.lines:
-        first, resumed = alone[0]["compressed"], alone[0].get("resumed")
-        found["lines"] = _of_way(first) | {
-            "distance": _distance(saved, near, "exact"),
-            "same": _same(alone),
-            "resumed": None if resumed is None else resumed["digest"] == first["digest"],
-        }
+    near, first, resumed = "unusual" if row.differs else "dense", alone[0].get("compressed"), alone[0].get("resumed")
+    distance, same = _distance(saved, near, BY_VARIABLE_EXACT), _same(exact) and _same(used)
+    found = {"dense": alone[0]["dense"]["loss"], "by_variable": _of_way(used[0][BY_VARIABLE], distance, same)}
+    if first is not None:
+        found["lines"] = _of_way(first, _distance(saved, near, "exact"), _same(alone))
+        found["lines"]["resumed"] = None if resumed is None else resumed["digest"] == first["digest"]
     return found
 
 
-def _of_way(phase: Mapping[str, Any]) -> dict[str, Any]:
+def _of_way(phase: Mapping[str, Any], distance: float, same: bool) -> dict[str, Any]:
     stats = phase["stats"]
-    return {"loss": phase["loss"], "saved": stats["bytes_dense"] / stats["bytes_sent"] if stats else 0.0}
+    less = stats["bytes_dense"] / stats["bytes_sent"] if stats else 0.0
+    return {"loss": phase["loss"], "saved": less, "distance": distance, "same": same}
 
 
 def _distance(saved: Path, *phases: str) -> float:
@@ -129,10 +122,9 @@ def faults(row: Row, found: Mapping[str, Any]) -> list[str]:
     for way in (way for way in ("by_variable", "lines") if way in found):
         here, untrained = found[way], math.log(row.classes)
         learned = (untrained - here["loss"]) / (untrained - found["dense"])
+        away = f"at density 1 weights differ by {here['distance']:.1e} from those without compression"
         checks = {
-            f"at density 1 weights differ by {here['distance']:.1e} from those without compression": (
-                here["distance"] <= NEAR
-            ),
+            away: here["distance"] <= NEAR,
             "replicas differ": here["same"],
             f"{here['saved']:.2g} times fewer bytes than fp32, not {LEASTSAVED:g}": here["saved"] >= LEASTSAVED,
             f"the loss has fallen by {learned:.2g} of what it does without compression": learned >= LEAST_LEARNED,
