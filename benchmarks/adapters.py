@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.command import Benchmark, argument
 from benchmarks.ranks import launch
-from benchmarks.report import RESULTS, keep_all, markdown, read_results
+from benchmarks.report import RESULTS, complete, markdown, read_results, where
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import timed
 
@@ -98,28 +99,36 @@ def _medians(make: Callable[[float, bool], Step]) -> dict[str, float]:
     return dict(zip(ROWS, timed(*(make(*row) for row in ROWS.values()), runs=RUNS), strict=True))
 
 
+def cell(framework: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A launch of a framework: milliseconds of each row."""
+    rank = f"benchmarks.adapters:{framework}_rank"
+    found = launch(rank, options.model, options.ranks, None, TIMEOUT_SECONDS)[0]
+    return {"model": options.model, "ranks": options.ranks, "framework": framework, "ms": found}
+
+
 def measure(options: argparse.Namespace) -> None:
     """Launch the frameworks in turns, so that both meet the same noise."""
-    launches: dict[str, list[dict[str, float]]] = {framework: [] for framework in FRAMEWORKS}
-    for number, framework in itertools.product(range(options.rounds), FRAMEWORKS):
-        rank = f"benchmarks.adapters:{framework}_rank"
-        launches[framework].append(launch(rank, options.model, options.ranks, None, TIMEOUT_SECONDS)[0])
-        print(f"  round {number + 1}/{options.rounds}: {framework}", flush=True)
-    given = {name: getattr(options, name) for name in ("model", "ranks", "rounds")}
-    keep_all(options.file, {"options": given, "launches": launches})
+    turns = itertools.product(range(options.rounds), FRAMEWORKS)
+    what = f"{options.model}, {options.ranks} ranks"
+    complete(options.file, {f"{what}, launch {n}, {name}": partial(cell, name, options) for n, name in turns})
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    """A line a row, and what compression adds to a step of SGD without momentum."""
-    options, launches = kept["figures"]["options"], kept["figures"]["launches"]
-    medians = [{row: statistics.median(each[row] for each in launches[name]) for row in ROWS} for name in FRAMEWORKS]
+    """For each model and number of ranks a line a row, and what compression adds to a step of SGD without momentum."""
+    places = dict.fromkeys((found["model"], found["ranks"]) for found in kept.values())
+    return "\n\n".join(_table(where(kept.values(), model=model, ranks=ranks)) for model, ranks in places)
+
+
+def _table(launches: Sequence[Mapping[str, Any]]) -> str:
+    of_each = [[found["ms"] for found in where(launches, framework=name)] for name in FRAMEWORKS]
+    medians = [{row: statistics.median(ms[row] for ms in found) for row in ROWS} for found in of_each]
     rows = [[row, *(f"{found[row]:.1f}" for found in medians)] for row in ROWS]
     added = [f"{found[COMPRESSED] - found[PLAIN]:.1f}" for found in medians]
     rows.append([f"overhead: {COMPRESSED} − {PLAIN}", *added])
     return (
-        f"{markdown(['ms', 'PyTorch', 'TensorFlow, Keras 3'], rows)}\n\n{options['model']}, density {DENSITY:.1%}, "
-        f"{options['ranks']} ranks of one thread on one machine over Gloo, milliseconds; medians of "
-        f"{options['rounds']} launches. Made by `python -m benchmarks.adapters`."
+        f"{markdown(['ms', 'PyTorch', 'TensorFlow, Keras 3'], rows)}\n\n{launches[0]['model']}, density {DENSITY:.1%}, "
+        f"{launches[0]['ranks']} ranks of one thread on one machine over Gloo, milliseconds; medians of "
+        f"{len(of_each[0])} launches. Made by `python -m benchmarks.adapters`."
     )
 
 

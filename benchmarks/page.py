@@ -208,7 +208,7 @@ def _planning() -> dict[str, str]:
         "predicted-cells": validation.cells(predicted),
         "many": validation.many(rows),
         "latency": collectives.table(read_results(collectives.FILE)),
-        "simulated": planning.table(read_results(planning.FILE)["figures"]),
+        "simulated": planning.table(read_results(planning.FILE)),
     }
 
 
@@ -224,7 +224,7 @@ def texts() -> dict[tuple[Path, str], str]:
         "docs/internet.md": {"sooner": internet.table(read_results(internet.FILE))},
         "docs/integrations.md": integrations.texts(),
         "docs/quality.md": quality.texts(),
-        "docs/tuning.md": {"health": health.table(read_results(health.KEPT)["figures"])},
+        "docs/tuning.md": {"health": health.table(read_results(health.KEPT))},
     }
     made = {(ROOT / page, marker): text for page, found in pages.items() for marker, text in found.items()}
     return made | scripts.texts()

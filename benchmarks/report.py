@@ -102,11 +102,6 @@ def complete(file: Path, cells: Mapping[str, Callable[[], Mapping[str, Any]]], o
         keep(file, key, cells[key]())
 
 
-def keep_all(file: Path, figures: Any) -> None:
-    """Write a file whose figures are of one run, with the environment."""
-    write_results(file, {"environment": environment(), "figures": figures})
-
-
 def deciles(values: Sequence[float]) -> dict[str, float]:
     """The median and the two outer deciles, of milliseconds."""
     return {f"p{percent}": round(float(np.percentile(values, percent)), 3) for percent in (10, 50, 90)}

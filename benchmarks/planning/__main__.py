@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks.command import Benchmark
 from benchmarks.planning import simulation
 from benchmarks.planning.scaling import specs
-from benchmarks.report import RESULTS, keep_all, markdown, read_results, where
+from benchmarks.report import RESULTS, complete, markdown, read_results, where
 from dgc_horovod import DGCConfig
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import EXCHANGES, METHODS, traffic_of
@@ -34,22 +34,28 @@ def errors(method: str, workers: int, node_size: int) -> list[float]:
     return found
 
 
+def cell(workers: int, node_size: int) -> dict[str, Any]:
+    """A row for each method between so many workers."""
+    rows = []
+    for method in METHODS:
+        if node_size > 1 or not method.startswith("hierarchical"):
+            found = errors(method, workers, node_size)
+            worst, middle = max(found, key=abs), statistics.median(map(abs, found))
+            place = {"workers": workers, "node_size": node_size, "method": method, "points": len(found)}
+            rows.append({**place, "median": round(middle, 5), "worst": round(worst, 5)})
+    return {"rows": rows}
+
+
 def measure(options: argparse.Namespace) -> None:
-    """Every method, number of workers and size of nodes."""
-    rows, start = [], time.monotonic()
-    for workers, node_size in sorted((count, size) for size in NODE_SIZES for count in worker_counts(size)):
-        for method in METHODS:
-            if node_size > 1 or not method.startswith("hierarchical"):
-                found = errors(method, workers, node_size)
-                worst, middle = max(found, key=abs), statistics.median(map(abs, found))
-                place = {"workers": workers, "node_size": node_size, "method": method, "points": len(found)}
-                rows.append({**place, "median": round(middle, 5), "worst": round(worst, 5)})
-        print(f"N = {workers}, nodes of {node_size}: {time.monotonic() - start:.0f} s")
-    keep_all(options.file, rows)
+    """Every number of workers and size of nodes that is not kept yet."""
+    places = [(count, size) for size in NODE_SIZES for count in worker_counts(size)]
+    complete(options.file, {f"N = {count}, nodes of {size}": partial(cell, count, size) for count, size in places})
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(kept: Mapping[str, Any]) -> str:
     """Worst deviation of the closed form by method and nodes, over all N, links and densities."""
+    rows = [row for found in kept.values() for row in found["rows"]]
+    rows.sort(key=lambda row: (row["workers"], row["node_size"]))
     sizes = sorted({row["node_size"] for row in rows})
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -64,9 +70,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{markdown(head, lines)}\n\n{points:,} points, median {middle:.1%}."
 
 
-COMMAND = Benchmark(
-    "planning", __doc__ or "", measure, lambda options: table(read_results(options.file)["figures"]), FILE
-)
+COMMAND = Benchmark("planning", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE)
 
 if __name__ == "__main__":
     COMMAND.main()

@@ -6,8 +6,8 @@ Simulated runs; every fifth step of rank 0 after the density warm-up is looked a
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from benchmarks.command import Benchmark
 from benchmarks.quality.training import Run, train
-from benchmarks.report import RESULTS, keep_all, markdown, read_results
+from benchmarks.report import RESULTS, complete, markdown, read_results
 from dgc_horovod.advice import LOOKS
 from dgc_horovod.schedule import density_at
 
@@ -40,8 +40,8 @@ _FIGURES: dict[str, Callable[[dict[str, float], float], float]] = {
 }
 
 
-def looked_at(run: Run) -> tuple[dict[str, Any], np.ndarray]:
-    """Do a run; what came of it, and a row of `_FIGURES` for each step that was looked at after the warm-up."""
+def looked_at(run: Run) -> dict[str, Any]:
+    """Do a run; whether it diverged, and `described` the steps that were looked at after the warm-up."""
     rows: list[list[float]] = []
 
     def watch(ranks: Any, step: int, loss: float) -> None:
@@ -53,7 +53,8 @@ def looked_at(run: Run) -> tuple[dict[str, Any], np.ndarray]:
             rows.append([figure(counts.figures, density) for figure in _FIGURES.values()])
         counts.figures = {}
 
-    return train(run, watch=watch), np.array(rows)
+    diverged = train(run, watch=watch)["diverged"]
+    return {"diverged": diverged, "figures": described(np.array(rows)) if rows else {}}
 
 
 def described(rows: np.ndarray) -> dict[str, list[float]]:
@@ -66,32 +67,24 @@ def described(rows: np.ndarray) -> dict[str, list[float]]:
     return found
 
 
-def table(kept: Sequence[dict[str, Any]]) -> str:
+def table(kept: Mapping[str, Any]) -> str:
     """A line for each run, a column for each figure."""
     lines = []
-    for row in kept:
-        run, behind = Run(**row["run"]), "" if row["sound"] else "**behind**: "
+    for run in (run for run in (*SOUND, *BEHIND) if run.key in kept):
+        found, behind = kept[run.key], "" if run in SOUND else "**behind**: "
         name = f"{behind}{run.task}, {run.variant}, N = {run.workers}, {run.steps} steps"
-        figures = [row["figures"].get(figure) for figure in _FIGURES]
+        figures = [found["figures"].get(figure) for figure in _FIGURES]
         cells = [f"{each[0]:.3g} ({each[1]:.3g})" if each else "-" for each in figures]
-        lines.append([name + " (diverged)" * row["diverged"], *cells])
+        lines.append([name + " (diverged)" * found["diverged"], *cells])
     return markdown(["", *_FIGURES], lines)
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Do all runs."""
-    kept: list[dict[str, Any]] = []
-    for run in (*SOUND, *BEHIND):
-        found, rows = looked_at(run)
-        what = {"run": dataclasses.asdict(run), "sound": run in SOUND, "diverged": found["diverged"]}
-        kept.append({**what, "figures": described(rows) if len(rows) else {}})
-        print(table(kept[-1:]).splitlines()[-1], flush=True)
-    keep_all(options.file, kept)
+    """Do the runs that are not kept yet."""
+    complete(options.file, {run.key: partial(looked_at, run) for run in (*SOUND, *BEHIND)})
 
 
-COMMAND = Benchmark(
-    "quality.health", __doc__ or "", measure, lambda options: table(read_results(options.file)["figures"]), KEPT
-)
+COMMAND = Benchmark("quality.health", __doc__ or "", measure, lambda options: table(read_results(options.file)), KEPT)
 
 if __name__ == "__main__":
     COMMAND.main()
