@@ -12,6 +12,7 @@ import os
 import re
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,18 +95,11 @@ class Clock:
     """Steps of one method, timed: each begins on all ranks at once."""
 
     def __init__(self, method: Method, gradients: Gradients, rank: int) -> None:
-        self.method, self.gradients, self.rank, self.number = method, gradients, rank, 0
-        self.forget()
+        self.method, self.gradients, self.rank, self.number, self.last = method, gradients, rank, 0, 0.0
 
-    def forget(self) -> None:
-        """Drop the times so far."""
-        self.milliseconds: list[float] = []
-        self.backward: list[float] = []
-        self.processor: list[float] = []
-        self.phases: dict[str, list[float]] = {name: [] for name in self.method.phases()}
-
-    def run(self, steps: int) -> None:
-        """`steps` more."""
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Milliseconds of `steps` more: ``ms``, ``backward_ms``, ``processor_ms`` and those of the method's phases."""
+        found: dict[str, list[float]] = defaultdict(list)
         for _ in range(steps):
             self.method.clear()
             loss = self.method.forward(self.gradients.of(self.rank, self.number))
@@ -116,16 +110,17 @@ class Clock:
             loss.backward()  # type: ignore[no-untyped-call]
             handed_over = time.perf_counter()
             self.method.finish()
-            self.milliseconds.append(1e3 * (time.perf_counter() - start))
-            self.backward.append(1e3 * (handed_over - start))
-            self.processor.append(1e3 * (time.process_time() - busy))
-            for name, seconds in self.method.phases().items():
-                self.phases[name].append(1e3 * (seconds - before[name]))
+            self.last = time.perf_counter() - start
+            spent = {"ms": self.last, "backward_ms": handed_over - start, "processor_ms": time.process_time() - busy}
+            phases = {name: seconds - before[name] for name, seconds in self.method.phases().items()}
+            for name, seconds in {**spent, **phases}.items():
+                found[name].append(1e3 * seconds)
             self.number += 1
+        return found
 
     def longest(self) -> float:
         """Seconds of the last step, on the slowest rank."""
-        return max(self.method.gathered(self.milliseconds[-1])) / 1e3
+        return max(self.method.gathered(self.last))
 
 
 def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -159,14 +154,13 @@ def measure(name: str, order: Mapping[str, Any], gradients: Gradients) -> dict[s
     clock.run(max(1, method.untimed, min(order["warm_up"], int(seconds / clock.longest()))))
     checked = checked_step(method, gradients, rank, workers, clock.number)
     steps = max(order["fewest"], min(order["most"], int(seconds / clock.longest())))
-    clock.forget()
     sent = bytes_out(order["device"])
-    clock.run(steps)
+    times = clock.run(steps)
     sent = bytes_out(order["device"]) - sent
-    found = {"bytes": sent / steps, "state_bytes": state_bytes(method), "checked": checked}
+    phases = {name: times.pop(name) for name in method.phases()}
+    found = {"phases_ms": phases, "bytes": sent / steps, "state_bytes": state_bytes(method), "checked": checked}
     method.close()
-    times = {"ms": clock.milliseconds, "backward_ms": clock.backward, "processor_ms": clock.processor}
-    return {**times, "phases_ms": clock.phases, **found}
+    return {**times, **found}
 
 
 def state_bytes(method: Method) -> int:
