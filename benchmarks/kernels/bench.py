@@ -205,10 +205,8 @@ class Scatter:
 
     def settle(self, u: np.ndarray, v: np.ndarray) -> None:
         """They leave `v`, and `u` is emptied there."""
-        arrays = _pointers(u, v, self.positions, self._values)
-        self._library.settle(*arrays, ctypes.c_long(self.positions.size))
+        self._library.settle(*_pointers(u, v, self.positions, self._values), ctypes.c_long(self.positions.size))
 
     def add_to(self, output: np.ndarray) -> None:
         """They are added to `output`."""
-        arrays = _pointers(output, self.positions, self._values)
-        self._library.add(*arrays, ctypes.c_long(self.positions.size))
+        self._library.add(*_pointers(output, self.positions, self._values), ctypes.c_long(self.positions.size))

@@ -29,6 +29,7 @@ from benchmarks.netlab.hosts import Lab, Record, enter
 from benchmarks.netlab.network import NetlabError
 
 LAUNCHERS = ("horovodrun", "dgcrun")
+_DAMAGED = "damaged"
 PLACES = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--host-discovery-script")
 
 
@@ -107,23 +108,19 @@ def describe() -> tuple[bool, str]:
         remains = found or state.STATE.exists() or any(network.OVERLAYS.glob(f"{network.PREFIX}*"))
         return False, "no lab is up" + ("; something of one is there, which down removes" if remains else "")
     lines = [f"{record.hosts} hosts, -np {record.num_proc} -H {record.slots}", f"links: {links(record)}"]
-    whole = network.SWITCH in found
-    if not whole:
-        lines.append("damaged: the switch between the hosts is gone")
+    if network.SWITCH not in found:
+        lines.append(f"{_DAMAGED}: the switch between the hosts is gone")
     for number, (name, address) in enumerate(zip(record.names, record.addresses, strict=True), 1):
-        sound, text = _host(number, found)
-        whole = whole and sound
-        lines.append(f"{name} at {address}: {text}")
-    return whole, "\n".join(lines)
+        lines.append(f"{name} at {address}: {_host(number, found)}")
+    return not any(_DAMAGED in line for line in lines), "\n".join(lines)
 
 
-def _host(number: int, found: list[str]) -> tuple[bool, str]:
+def _host(number: int, found: list[str]) -> str:
     if network.namespace(number) not in found:
-        return False, "damaged: its network namespace is gone"
+        return f"{_DAMAGED}: its network namespace is gone"
     server = state.server(number)
     others = len([pid for pid in network.processes(network.namespace(number)) if pid != server])
-    text = "ssh server alive" if server else "damaged: its ssh server has ended"
-    return server is not None, f"{text}; other processes: {others}"
+    return f"{'ssh server alive' if server else f'{_DAMAGED}: its ssh server has ended'}; other processes: {others}"
 
 
 def main() -> None:

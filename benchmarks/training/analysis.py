@@ -173,41 +173,35 @@ def curves(runs: Runs) -> list[Curve]:
     return [place.curve(method, seed) for place in places(runs) for method in place.methods() for seed in place.seeds]
 
 
-def checks(runs: Runs) -> dict[str, Any]:
-    """Checks of the figures.
+def checks(runs: Runs) -> list[str]:
+    """Checks of the figures, in words: of the replicas, of the two links, and of steps times their time.
 
-    Returns:
-        ``replicas``: (runs whose ranks ended with the same weights, runs with an exchange); ``same_bits``: (runs on
-        the slow link whose first losses, and for whole runs last weights, equal those on the fast one, all such
-        runs); ``largest_difference`` of a first loss, relative, among those that do not; ``product_over_clock``: by
-        key of a whole dense run on the slow link, its median time per step times its steps, over the seconds that
-        it took.
+    On the slow link the first losses of a run, and the last weights of a whole one, are those on the fast one.
     """
-    exchanged = [run for name, run in runs.items() if f", {NO_OP}," not in name]
+    exchanged = [run["replicas"] for name, run in runs.items() if f", {NO_OP}," not in name]
     pairs = [(name, name.split(", first")[0].replace(SLOW, FAST)) for name in runs if f", {SLOW}, " in name]
-    pairs = [(slow, fast) for slow, fast in pairs if fast in runs]
-    different = [(runs[slow], runs[fast]) for slow, fast in pairs if not _same(runs[slow], runs[fast])]
-    product = {}
+    both = [(runs[slow], runs[fast]) for slow, fast in pairs if fast in runs]
+    different = [pair for pair in both if not _same(*pair)]
+    largest = max((abs(a - b) / abs(b) for pair in different for a, b in _losses(*pair)), default=0.0)
+    said = [
+        f"Replicas with the same weights: {sum(exchanged)} of {len(exchanged)} runs. "
+        f"Same losses on both links, bit for bit: {len(both) - len(different)} of {len(both)} runs; "
+        f"of the others the largest difference is {largest:.1%}."
+    ]
     for name, run in runs.items():
-        if f", {SLOW}, dense," in name and f"{name}, first {FIRST_STEPS} steps" in runs:
-            pace = statistics.median(runs[f"{name}, first {FIRST_STEPS} steps"]["milliseconds"])
-            product[name] = pace * len(run["milliseconds"]) / sum(run["milliseconds"])
-    return {
-        "replicas": (sum(run["replicas"] for run in exchanged), len(exchanged)),
-        "same_bits": (len(pairs) - len(different), len(pairs)),
-        "largest_difference": max((_difference(*pair) for pair in different), default=0.0),
-        "product_over_clock": product,
-    }
+        if f", {SLOW}, dense," in name and (first := runs.get(f"{name}, first {FIRST_STEPS} steps")):
+            ratio = statistics.median(first["milliseconds"]) * len(run["milliseconds"]) / sum(run["milliseconds"])
+            said.append(f"{name}: steps × time of a step is {ratio:.3f} of the clock's")
+    return said
+
+
+def _losses(first: dict[str, Any], second: dict[str, Any]) -> Iterator[tuple[float, float]]:
+    return zip(first["losses"], second["losses"], strict=False)
 
 
 def _same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     whole = len(first["milliseconds"]) == len(second["milliseconds"])
-    losses = len(first["losses"])
-    return first["losses"] == second["losses"][:losses] and (not whole or first["digest"] == second["digest"])
-
-
-def _difference(first: dict[str, Any], second: dict[str, Any]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(first["losses"], second["losses"], strict=False))
+    return all(a == b for a, b in _losses(first, second)) and (not whole or first["digest"] == second["digest"])
 
 
 def study(found: Study) -> str:
@@ -233,7 +227,6 @@ def _median(values: Sequence[float], form: str, unit: str = "") -> str:
 
 
 def _footnotes(study: Study) -> str:
-    found = checks(study["runs"])
     longer = " or ".join(f"{TASKS[name].settings.stretch:g} times as long ({name})" for name in STUDIED)
     links = "; ".join(f"{name}: {rate} Mbit/s" for name, rate in study["links"].items())
     lines = [
@@ -243,13 +236,7 @@ def _footnotes(study: Study) -> str:
         "The target is the last quality of that seed's dense run, less the margin; every method reaches it at its "
         f"first evaluation that is as good. A compressed run's learning-rate schedule is {longer} as the others'.",
         f"Median over seeds and range. Links as measured: {links or 'none, ranks on this machine'}.",
-        f"Replicas with the same weights: {found['replicas'][0]} of {found['replicas'][1]} runs. "
-        f"Same losses on both links, bit for bit: {found['same_bits'][0]} of {found['same_bits'][1]} runs; "
-        f"of the others the largest difference is {found['largest_difference']:.1%}.",
-        *(
-            f"{name}: steps × time of a step is {ratio:.3f} of the clock's"
-            for name, ratio in found["product_over_clock"].items()
-        ),
+        *checks(study["runs"]),
     ]
     return "\n\n".join(lines)
 
