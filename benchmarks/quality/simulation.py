@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.quality.tasks import Task
+from benchmarks.quality.variants import Variant
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.exchange.contract import ALL
@@ -93,33 +95,19 @@ class CompressedRanks(DenseRanks):
     """Compressed training: what ``DistributedOptimizer`` does on each rank, in turn.
 
     Args:
-        config: the compression.
-        forgets: whether residual and momentum are thrown away at each step.
-        masks_below: density above which momentum is not masked.
-        node_size: G >= 1, a divisor of N: so many workers average their gradients densely, and are one sender.
-        shard_density: elements that the owners of shards send on, in those of one sender; 0: they send on all.
-        dense_steps: steps before compression begins, of `DenseRanks`, as with the product's ``auto``.
-        dense_clip_norm: the clip_norm of these.
         others: see `DenseRanks`.
+        config: the compression.
+        variant: what else is done otherwise than by the product. Of `node_size` workers, a divisor of N, one is the
+            sender; the owners of shards, if `shard_density` is not 0, select anew what they send on.
+        dense_clip_norm: the clip_norm of the dense steps before compression begins, as with the product's ``auto``.
     """
 
-    def __init__(
-        self,
-        *others: Any,
-        config: DGCConfig,
-        forgets: bool = False,
-        masks_below: float = 1.0,
-        node_size: int = 1,
-        shard_density: float = 0.0,
-        dense_steps: int = 0,
-        dense_clip_norm: float | None = None,
-    ) -> None:
+    def __init__(self, *others: Any, config: DGCConfig, variant: Variant, dense_clip_norm: float | None) -> None:
         super().__init__(*others)
-        self._dense_left, self._compressed_clip_norm = dense_steps, self.clip_norm
-        if dense_steps:
+        self._dense_left, self._compressed_clip_norm = variant.dense_steps, self.clip_norm
+        if variant.dense_steps:
             self.clip_norm = dense_clip_norm
-        self._forgets, self._masks_below, self._board = forgets, masks_below, Board()
-        self._node_size, senders = node_size, self.workers // node_size
+        self._variant, self._board, senders = variant, Board(), self.workers // variant.node_size
         self._updates = [update_of(self.optimizer, config) for _ in range(senders)]
         self._group = self.optimizer.param_groups[0]
         self.exchanges = [
@@ -129,7 +117,8 @@ class CompressedRanks(DenseRanks):
             update.prepare(self.optimizer, exchange)
         self.exchange = self.exchanges[0]
         self._states: list[States] = []  # of every rank's optimizer, as the first compressed step finds it
-        self._owners = Owners(list(self.exchanges[0].sparse), shard_density) if shard_density else None
+        sparse = list(self.exchange.sparse)
+        self._owners = Owners(sparse, variant.shard_density) if variant.shard_density else None
 
     def step(self, loss_of: LossOf) -> float:
         """One step of all ranks; the mean of their losses."""
@@ -155,7 +144,7 @@ class CompressedRanks(DenseRanks):
         finite = self.exchanges[0].finish()
         for exchange in self.exchanges[1:]:  # what comes back is the same on every rank, and read once
             exchange.follow(finite)
-        if self._forgets:
+        if self._variant.forgets:
             for exchange in self.exchanges:
                 exchange.clear()
         if finite:
@@ -180,14 +169,14 @@ class CompressedRanks(DenseRanks):
 
     def _loss_of_node(self, node: int, loss_of: LossOf) -> Tensor:
         """The mean over the workers of a node, whose gradient is the mean of theirs."""
-        workers = range(node * self._node_size, (node + 1) * self._node_size)
+        workers = range(node * self._variant.node_size, (node + 1) * self._variant.node_size)
         losses = [loss_of(worker) for worker in workers]
-        return sum(losses[1:], losses[0]) / self._node_size
+        return sum(losses[1:], losses[0]) / self._variant.node_size
 
     def _set_masking(self) -> None:
-        if self._masks_below < 1:
+        if self._variant.masks_below < 1:
             for exchange in self.exchanges:
-                masks = exchange.density() <= self._masks_below
+                masks = exchange.density() <= self._variant.masks_below
                 for engine in exchange.engines:
                     engine.config = exchange.config.replace(factor_masking=masks)
 
@@ -229,30 +218,20 @@ class LocalRanks:
     A rank's own gradient is clipped to ``sqrt(N)`` times the norm of the averaged one.
 
     Args:
-        model: model with the weights that all begin with; gradients are computed in it.
-        make_optimizer: function of a model, of its inner optimizer.
+        task: whose model has the weights that all begin with; gradients are computed in it.
+        variant: of which are the inner optimizers, and the dense steps before the first round.
         workers: N.
-        clip_norm: L2 norm at which the averaged gradient would be clipped, or None.
         config: the compression.
-        dense_steps: steps before the first round, of the averaged gradient.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        workers: int,
-        clip_norm: float | None,
-        config: DGCConfig,
-        dense_steps: int = 0,
-    ) -> None:
-        self._model, self._board = model, Board()
-        models = [model, *(copy.deepcopy(model) for _ in range(workers - 1))]
+    def __init__(self, task: Task, variant: Variant, workers: int, config: DGCConfig) -> None:
+        self._model, self._board = task.model, Board()
+        models = [task.model, *(copy.deepcopy(task.model) for _ in range(workers - 1))]
         self._weights = [[p.data for p in each.parameters()] for each in models]
         self._parameters = [list(each.parameters()) for each in models]
-        self._inner = [make_optimizer(each) for each in models]
-        self._clip_norm, self._dense_left = clip_norm, dense_steps
-        self._limit = None if clip_norm is None else clip_norm * math.sqrt(workers)
+        self._inner = [variant.make_optimizer(each, task.settings) for each in models]
+        self._clip_norm, self._dense_left = task.settings.clip_norm, variant.dense_steps
+        self._limit = None if self._clip_norm is None else self._clip_norm * math.sqrt(workers)
         self.optimizer: Any = SimpleNamespace(param_groups=[g for inner in self._inner for g in inner.param_groups])
         self._rounds = [
             LocalRounds(_exchange(each, config, rank, workers, self._board, GradientExchange), config)

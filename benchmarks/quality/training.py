@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,18 +132,8 @@ def simulated(run: Run, task: Task, optimizer: torch.optim.Optimizer) -> Ranks:
     if config is None:
         return DenseRanks(*basics)
     if config.local_steps is not None:
-        make = functools.partial(variant.make_optimizer, settings=task.settings)
-        return LocalRanks(task.model, make, run.workers, task.settings.clip_norm, config, variant.dense_steps)
-    return CompressedRanks(
-        *basics,
-        config=config,
-        forgets=variant.forgets,
-        masks_below=variant.masks_below,
-        node_size=variant.node_size,
-        shard_density=variant.shard_density,
-        dense_steps=variant.dense_steps,
-        dense_clip_norm=task.settings.clip_norm,
-    )
+        return LocalRanks(task, variant, run.workers, config)
+    return CompressedRanks(*basics, config=config, variant=variant, dense_clip_norm=task.settings.clip_norm)
 
 
 def train(
