@@ -15,7 +15,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def figures(
     link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
     warm_up, fewest, most = (3, 1, 4) if options.quick else (10, 3, 40)
     order = {
-        "model": cell.model, "methods": list(methods), "density": cell.density, "ranks": cell.ranks,
+        **asdict(cell), "methods": list(methods),
         "seconds": options.seconds, "warm_up": warm_up, "fewest": fewest, "most": most, "folder": str(folder),
         "master": hosts.addresses[0] if hosts else "127.0.0.1", "device": "eth0" if hosts else "lo",
     }  # fmt: skip

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ if INTERPRETED:  # before Triton is imported
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from benchmarks.gpu import adapter, checks, steps, timing, training  # noqa: E402
+from benchmarks.gpu import adapter, checks, say, steps, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
 from benchmarks.report import environment, read_results, write_results  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
@@ -30,12 +29,6 @@ _SANITIZED = ("values bf16", "values 2bit", "off the grid", "damaged packets")
 _SANITIZER_SECONDS, _PART_SECONDS = 90, 300
 _TINY = {"tiny": lambda: [("a", (64, 100)), ("b", (31, 77)), ("c", (100, 40))]}
 _USAGE = "scripts/gpu_check [FOLDER] [--interpret] [--only PART ...] [--only-checks CHECK ...]"
-_start = time.monotonic()
-
-
-def say(text: str) -> None:
-    """Print a line with the time so far."""
-    print(f"[{time.monotonic() - _start:4.0f} s] {text}", flush=True)
 
 
 def check(size: checks.Size, names: list[str]) -> dict[str, str]:
@@ -124,10 +117,10 @@ RUNS = 3 if INTERPRETED else 20
 PARTS: dict[str, Callable[[str], Any]] = {
     "checks": lambda device: check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS)),
     "training": training.study,
-    "horovod": lambda device: adapter.study(device, say),
-    "models": lambda device: timing.models(device, RUNS, _TINY if INTERPRETED else timing.MODELS, say),
-    "growth": lambda device: timing.growth(device, RUNS, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS, say),
-    "steps": lambda device: steps.study(device, steps.TINY if INTERPRETED else steps.MODELS, say),
+    "horovod": adapter.study,
+    "models": lambda device: timing.models(device, RUNS, _TINY if INTERPRETED else timing.MODELS),
+    "growth": lambda device: timing.growth(device, RUNS, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS),
+    "steps": lambda device: steps.study(device, steps.TINY if INTERPRETED else steps.MODELS),
     "sanitizer": lambda device: {} if INTERPRETED else sanitize(),
 }
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from benchmarks.gpu import say
 from dgc_horovod.kernels import registry
 
 RANKS, STEPS, TIMEOUT = 2, 8, 120  # seconds
@@ -50,7 +50,7 @@ def trained(compression: Any, device: str, shapes: tuple[tuple[int, ...], ...], 
     return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)).hexdigest()
 
 
-def study(device: str, say: Callable[[str], None]) -> dict[str, str]:
+def study(device: str) -> dict[str, str]:
     """The error of each kind of compression, "" if there is none; empty where there is no Horovod."""
     if find_spec("horovod") is None:
         say("Horovod is not installed: its adapter is not run (scripts/build_horovod)")

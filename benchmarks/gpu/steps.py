@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu import say
 from benchmarks.gpu.page import STEP_WAYS
 from benchmarks.gpu.timing import timed
 from benchmarks.quality.tasks import TransformerModel, tied_transformer
@@ -129,7 +130,7 @@ TINY = {
 }  # fmt: skip
 
 
-def study(device: str, models: dict[str, Trained], say: Callable[[str], None]) -> list[dict[str, Any]]:
+def study(device: str, models: dict[str, Trained]) -> list[dict[str, Any]]:
     """A row for each model."""
     rows = []
     for name, trained in models.items():

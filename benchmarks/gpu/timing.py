@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.baselines import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
+from benchmarks.gpu import say
 from benchmarks.kernels.bench import MOMENTUM, Model
 from benchmarks.shapes import Shapes, bert_large, gpt_1_3b, resnet50, vgg16
 from benchmarks.timing import times, wall_clock
@@ -89,9 +90,7 @@ def _worker(shapes: Shapes, config: DGCConfig, device: str, workers: int = 1) ->
     return model
 
 
-def models(
-    device: str, runs: int, shapes_of: dict[str, Callable[[], Shapes]], say: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def models(device: str, runs: int, shapes_of: dict[str, Callable[[], Shapes]]) -> list[dict[str, Any]]:
     """A row for each model: floor, compress, decode of eight packets, the published flows, launches."""
     rows = []
     for name, shapes in shapes_of.items():
@@ -148,7 +147,7 @@ def _on_device(action: Callable[[], Any], buckets: int, device: str) -> tuple[fl
     return len(on_device) / buckets or None, busy or None
 
 
-def growth(device: str, runs: int, millions: Sequence[float], say: Callable[[str], None]) -> list[dict[str, Any]]:
+def growth(device: str, runs: int, millions: Sequence[float]) -> list[dict[str, Any]]:
     """Picoseconds an element of one tensor of d elements at 0.1%, as the GaussianK paper measures it."""
     rows = []
     for size in millions:

@@ -225,7 +225,7 @@ class LocalRanks:
     """
 
     def __init__(self, task: Task, variant: Variant, workers: int, config: DGCConfig) -> None:
-        self._model, self._board = task.model, Board()
+        self._board = Board()
         models = [task.model, *(copy.deepcopy(task.model) for _ in range(workers - 1))]
         self._weights = [[p.data for p in each.parameters()] for each in models]
         self._parameters = [list(each.parameters()) for each in models]
