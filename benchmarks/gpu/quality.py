@@ -44,16 +44,6 @@ def done(run: Run, rate: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def left_of(plan: list[Run], kept: dict[str, Any], rate: float) -> list[Run]:
-    """The runs of a plan that are not kept with this text, length and rate."""
-
-    def is_kept(run: Run) -> bool:
-        found = kept.get(run.key, {})
-        return (found.get("text"), found.get("steps"), found.get("rate")) == (tokens.digest(), run.steps, rate)
-
-    return [run for run in plan if not is_kept(run)]
-
-
 def main() -> None:
     """Do what is left of the plan in the time that there is."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_quality", description=__doc__.splitlines()[0])
@@ -69,8 +59,10 @@ def main() -> None:
     file = args.folder / FILE
     kept = read_results(file) or {"environment": environment(), "runs": {}}
     took: dict[bool, float] = {}  # seconds of the last run, by whether it was dense
-    for run in left_of([dataclasses.replace(run, length=args.length) for run in PLAN], kept["runs"], args.rate):
-        dense = run.variant == DENSE
+    for run in (dataclasses.replace(run, length=args.length) for run in PLAN):
+        dense, before = run.variant == DENSE, kept["runs"].get(run.key, {})
+        if [before.get(name) for name in ("text", "steps", "rate")] == [tokens.digest(), run.steps, args.rate]:
+            continue
         if time.monotonic() + took.get(dense, 0) > end:
             print(f"{run.key}: left for the next time")
             continue
