@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from keras.optimizers import Optimizer
 
 from dgc_horovod.notices import JOINED, SEVERAL, SPARSE, tell_stock
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, fitted
@@ -20,10 +19,10 @@ from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND, UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.clipping.of_optimizer import averages_clipped, clipped
-from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
-from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
+from dgc_horovod.tensorflow.gradients.exchange import Exchanged, GradientExchange, StepInputs
+from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
-from dgc_horovod.tensorflow.gradients.paths import BucketRun, DensePath
+from dgc_horovod.tensorflow.gradients.paths import DensePath
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
 from dgc_horovod.tensorflow.wrapping.variables import Gradient
@@ -45,14 +44,13 @@ class GraphChoice(StatePart):
     """
 
     def __init__(self, steps: HostSteps) -> None:
-        assert steps.buckets is not None
-        self._steps, self._collectives, self._buckets = steps, steps.collectives, steps.buckets
+        self._steps, self._collectives = steps, steps.collectives
         self.choice = Choice(steps.buckets, STOCK, bool(hvd.gloo_enabled()))
         self.holds = False
         self._seen = steps.buckets.steps  # number of steps whose times were counted
         self._given_at = self._waited = 0.0
         self._asks = False  # whether the link is to be timed, see `Choice.compare`
-        self._buckets.counts.mode = DENSE
+        steps.counts.mode = DENSE
 
     # -- between two steps
 
@@ -66,11 +64,11 @@ class GraphChoice(StatePart):
     def follow(self, other: GraphChoice) -> None:
         """Hand back the state of `other` too, which may hold residuals of these variables."""
         self.holds |= other.holds
-        self._seen = self._buckets.steps
+        self._seen = self._steps.buckets.steps
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
-        self._seen = self._buckets.steps
+        self._seen = self._steps.buckets.steps
         self.choice.resume(state.mode)
         self.holds = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED
 
@@ -82,38 +80,22 @@ class GraphChoice(StatePart):
         Args:
             iterations: number of steps that the optimizer has made.
         """
-        todo, *decided = self._call(self._begin, [iterations], [tf.int32, tf.int32, tf.bool])
-        todo.set_shape([])
-
-        def after(compare: Callable[[], tf.Tensor]) -> list[tf.Tensor]:
-            with tf.control_dependencies([compare()]):
-                return self._call(self._which, [iterations], [tf.int32, tf.bool])
-
-        branches = {
-            _NOTHING: lambda: decided,
-            _COMPARING: lambda: after(self._compared),
-            _MEETING: lambda: after(self._met),
-        }
-        which, probes = tf.switch_case(todo, branches)
-        which.set_shape([])
-        probes.set_shape([])
+        (todo,) = self._steps.call(self._due, [iterations], [tf.int32])
+        # the ranks compare their times; or they see that none is in join, before the first compressed step
+        compared = [partial(self._summed, name, [0.0]) for name in ("times", "all")]
+        done = tf.switch_case(todo, [lambda: tf.constant(True), *compared])
+        with tf.control_dependencies([done]):
+            which, probes = self._steps.call(self._which, [iterations], [tf.int32, tf.bool])
         return which, probes
 
-    def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[tf.Tensor]:
-        return host_call(self._steps.noting(function), inputs, dtypes)
-
-    def _begin(self, iterations: np.ndarray) -> list[Any]:
-        todo = self._due()
-        return [np.int32(todo), *(self._which(iterations) if todo == _NOTHING else (np.int32(0), np.bool_(False)))]
-
-    def _due(self) -> int:
-        choice = self.choice
-        if self._buckets.steps != self._seen:  # a step has ended
-            self._seen, waited, self._waited = self._buckets.steps, self._waited, 0.0
+    def _due(self, _: np.ndarray) -> list[Any]:
+        choice, made = self.choice, self._steps.buckets.steps
+        if made != self._seen:  # a step has ended
+            self._seen, waited, self._waited = made, self._waited, 0.0
             if choice.step_ended(time.perf_counter(), waited):
-                return _COMPARING
+                return [np.int32(_COMPARING)]
         begins = choice.trial.mode == COMPRESSED and not (self.holds or choice.given_up)
-        return _MEETING if begins else _NOTHING
+        return [np.int32(_MEETING if begins else _NOTHING)]
 
     def _which(self, iterations: np.ndarray) -> list[Any]:
         choice, trial = self.choice, self.choice.trial
@@ -124,22 +106,22 @@ class GraphChoice(StatePart):
             self.holds = True
         else:
             self._steps.start_as_stock(iterations)
-        self._buckets.counts.mode = mode
+        self._steps.counts.mode = mode
         branch = HANDED_BACK if self.holds and mode != COMPRESSED else mode
         return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
 
     def handed_back(self, _: np.ndarray) -> list[Any]:
         """Note that the engines' state is in the optimizer's slots, the weights, and the gradients of the step now."""
         self.holds = False
-        self._buckets.second.clear()
-        self._steps.take_over_again()
+        self._steps.buckets.second.clear()
+        self._steps.in_slots = True
         return [np.bool_(True)]
 
     # -- the optimizer's own step
 
     def given(self, _: np.ndarray) -> list[Any]:
         """Note that all gradients of this rank are there, and that it waits for the others'."""
-        self._collectives.watch.arm(self._collectives.full_name("gradients"))
+        self._collectives.arm("gradients")
         self._given_at = time.perf_counter()
         return [np.bool_(True)]
 
@@ -152,23 +134,27 @@ class GraphChoice(StatePart):
 
     # -- comparisons
 
-    def _compared(self) -> tf.Tensor:
-        return self._summed("times", [0.0], self._own, self._compare)
+    def _summed(self, name: str, inputs: Sequence[Any]) -> tf.Tensor:
+        """Return True once the ranks have compared `name`: each gives a vector (`_give`), and takes their sum."""
+        (own,) = self._steps.call(self._give, inputs, [tf.float64], name)
+        (taken,) = self._steps.call(self._take, [self._collectives.allreduce(own, f"auto.{name}")], [tf.bool], name)
+        return taken
 
-    def _met(self) -> tf.Tensor:
-        """Check, before the first compressed step, that no rank is in join."""
-        return self._summed("all", [0.0], lambda _: [np.ones(1)], self._meet)
+    def _give(self, name: str, *clock: np.ndarray) -> list[Any]:
+        self._collectives.arm(f"auto.{name}")
+        if name == "all":
+            return [np.ones(1)]
+        return [np.array(self.choice.own() if name == "times" else self._observed(clock), np.float64)]
 
-    def _meet(self, ranks: np.ndarray) -> list[Any]:
-        if round(float(ranks[0])) != self._collectives.workers:
+    def _take(self, name: str, sums: np.ndarray) -> list[Any]:
+        self._collectives.watch.disarm()
+        if name == "times":
+            self._asks = self.choice.compare(sums.tolist())
+        elif name == "expected":
+            self._asks = False
+            self.choice.expect(sums.tolist())
+        elif round(float(sums[0])) != self._collectives.workers:
             self.choice.give_up(JOINED)
-        return [np.bool_(True)]
-
-    def _own(self, _: np.ndarray) -> list[Any]:
-        return [np.array(self.choice.own(), np.float64)]
-
-    def _compare(self, sums: np.ndarray) -> list[Any]:
-        self._asks = self.choice.compare(sums.tolist())
         return [np.bool_(True)]
 
     def expected(self) -> tf.Tensor:
@@ -176,53 +162,25 @@ class GraphChoice(StatePart):
 
         Earlier, forward and backward pass would use the threads that a small allreduce needs.
         """
-        clock: list[tf.Tensor] = []
-        received = tf.zeros([1])
+        clock, received, dtypes = [], tf.zeros([1]), [tf.float64, tf.float32]
         for numel in (1, self.choice.probed):
             for i in range(1 + REPEATS):  # the first one is not timed: ranks arrive, and Horovod learns the name
                 # made by a call: TensorFlow would run a collective on a constant once, when it optimizes the graph
-                began, sent = self._call(partial(self._begin_probe, numel), [received[:1]], [tf.float64, tf.float32])
+                began, sent = self._steps.call(self._probe, [received[:1]], dtypes, numel)
                 received = self._collectives.allreduce(sent, f"auto.link.{numel}.{i}")
                 clock.append(began)
-        clock += self._call(self._end_probe, [received[:1]], [tf.float64])
-        return self._summed("expected", clock, self._observe, self._expect)
+        ended, _ = self._steps.call(self._probe, [received[:1]], dtypes, 0)
+        return self._summed("expected", [*clock, ended])
 
-    def _begin_probe(self, numel: int, _: np.ndarray) -> list[Any]:
-        self._collectives.watch.arm(self._collectives.full_name("auto.link"))
+    def _probe(self, numel: int, _: np.ndarray) -> list[Any]:
+        """Return the time, and what is sent next: `numel` elements."""
+        self._collectives.arm("auto.link")
         return [np.float64(time.perf_counter()), np.zeros(numel, np.float32)]
 
-    def _end_probe(self, _: np.ndarray) -> list[Any]:
-        return [np.float64(time.perf_counter())]
-
-    def _observe(self, *clock: np.ndarray) -> list[Any]:
+    def _observed(self, clock: Sequence[np.ndarray]) -> list[float]:
         times = np.diff(np.array(clock, np.float64)).tolist()
         one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
-        return [np.array(self.choice.observed(one, many, False), np.float64)]
-
-    def _expect(self, sums: np.ndarray) -> list[Any]:
-        self._asks = False
-        self.choice.expect(sums.tolist())
-        return [np.bool_(True)]
-
-    def _summed(
-        self, name: str, inputs: Sequence[Any], give: Callable[..., Any], take: Callable[..., Any]
-    ) -> tf.Tensor:
-        """Return True after calling ``take`` with the sum over the ranks of the vectors ``give(*inputs)``."""
-
-        def giving(*arguments: np.ndarray) -> list[Any]:
-            self._collectives.watch.arm(self._collectives.full_name(f"auto.{name}"))
-            result: list[Any] = give(*arguments)
-            return result
-
-        def taking(sums: np.ndarray) -> list[Any]:
-            self._collectives.watch.disarm()
-            result: list[Any] = take(sums)
-            return result
-
-        (own,) = self._call(giving, inputs, [tf.float64])
-        (taken,) = self._call(taking, [self._collectives.allreduce(own, f"auto.{name}")], [tf.bool])
-        taken.set_shape([])
-        return taken
+        return self.choice.observed(one, many, False)
 
 
 def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None) -> Settings:
@@ -254,19 +212,17 @@ class AutomaticExchange(GradientExchange):
     Until it compresses, the optimizer's slots have all of its momentum, and its arithmetic is stock Horovod's. When
     compression begins, the engines take the slots over; when it ends, they hand their state back.
 
+    The optimizer clips averages, or each rank's gradient if it compresses.
+
     Args:
-        optimizer: weak reference of the optimizer, which clips averages, or each rank's gradient if it compresses.
-        arguments, named: see `GradientExchange`.
+        steps: see `GradientExchange`.
     """
 
-    def __init__(self, *arguments: Any, optimizer: Optimizer, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._optimizer = optimizer
-        self.auto = GraphChoice(self.steps)
-        assert self.kept is not None
+    def __init__(self, steps: HostSteps) -> None:
+        super().__init__(steps)
+        self.auto = GraphChoice(steps)
         self.kept.register(self.auto)
-        groups = dict(enumerate(self.settings.group_numbers(self.sources)))
-        self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, groups)
+        self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, self.sources)
 
     @property
     def keeps_state(self) -> bool:
@@ -289,22 +245,20 @@ class AutomaticExchange(GradientExchange):
         self.give_up(SEVERAL)
         self.auto.follow(other.auto)
 
-    def _graph(
-        self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]
-    ) -> tuple[list[Gradient], tf.Tensor | None, tf.Tensor | None]:
-        which, probes = self.auto(iterations)
+    def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
+        which, probes = self.auto(inputs.iterations)
         # errors that all ranks have are raised before anything is sent
-        iterations = behind(which, iterations)
+        inputs = inputs._replace(iterations=behind(which, inputs.iterations))
         gradients = [behind(which, tf.convert_to_tensor(gradient)) for gradient in gradients]
         compress = super()._graph
 
         def compressed() -> list[tf.Tensor]:
-            own = [clipped(gradient, self._optimizer, self.settings, local=False) for gradient in gradients]
-            results, finite, dense = compress(own, iterations, rate, weights, everything)
+            own = [clipped(gradient, self.update.optimizer, self.settings, local=False) for gradient in gradients]
+            results, finite, dense = compress(own, inputs)
             return [*results, finite, tf.constant(False) if dense is None else dense]
 
         def handed_back() -> list[tf.Tensor]:
-            return self._stock(gradients, probes, *self._handed_back(which, rate, weights))
+            return self._stock(gradients, probes, *self._handed_back(which, inputs))
 
         branches = {
             DENSE: lambda: self._stock(gradients, probes),
@@ -312,7 +266,7 @@ class AutomaticExchange(GradientExchange):
             HANDED_BACK: handed_back,
         }
         *results, finite, dense = tf.switch_case(which, [branches[name] for name in BRANCHES])
-        return results, finite, dense if self.update.arithmetic.is_split else None
+        return Exchanged(results, finite, dense if self.update.arithmetic.is_split else None)
 
     def _stock(
         self,
@@ -330,39 +284,35 @@ class AutomaticExchange(GradientExchange):
             after: tensors that must be there before the step ends.
         """
         auto, owed = self.auto, owed or {}
-        gradients = [
-            tf.identity(gradient) for gradient in gradients
-        ]  # otherwise every operation of the branch would wait for all
+        # otherwise every operation of the branch would wait for all
+        gradients = [tf.identity(gradient) for gradient in gradients]
         with tf.control_dependencies(gradients):
-            (given,) = self._call(auto.given, [probes], [tf.bool])
+            (given,) = self.steps.call(auto.given, [probes], [tf.bool])
         found = self._stock_path(dict(enumerate(gradients)))
         results = [found[i] for i in range(len(gradients))]
         with tf.control_dependencies([given, *after, *results]):
             ends = tf.cond(probes, auto.expected, lambda: tf.constant(True))
-            (applied,) = self._call(auto.ended, [ends], [tf.bool])  # stock arithmetic skips nothing
-        applied.set_shape([])
-        results = averages_clipped(results, self._optimizer, self.settings)
+            (applied,) = self.steps.call(auto.ended, [ends], [tf.bool])  # stock arithmetic skips nothing
+        results = averages_clipped(results, self.update.optimizer, self.settings)
         results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]
         # `owed` is of many steps: a limit for one step would cut it
         results = [result + tf.cast(owed[i], result.dtype) if i in owed else result for i, result in enumerate(results)]
         return [*results, applied, tf.constant(True)]
 
-    def _handed_back(
-        self, which: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any]
-    ) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
+    def _handed_back(self, which: tf.Tensor, inputs: StepInputs) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
         """Hand the state of all ranks' engines back to the optimizer.
 
         Returns:
             Tensors that are added to its gradients, by number; a tensor that is there once all is handed back.
         """
         owed: dict[int, tf.Tensor] = {}
-        (armed,) = self._call(self.steps.arm, [which], [tf.int64])
+        (armed,) = self.steps.call(self.steps.arm, [which], [tf.int64])
         after = [armed]
         for run in self.steps.runs:
             engine, collectives = run.engine, self.collectives
             parts = (RESIDUAL,) if engine.bucket.uncompressed else self.update.parts
             dtypes = [tf.float32] * len(parts)
-            kept = host_call(self.steps.noting(self._kept, run, parts), [armed], dtypes)
+            kept = self.steps.call(self._kept, [armed], dtypes, run.index, parts)
             whole = {}
             for part, vector in zip(parts, kept, strict=True):
                 vector.set_shape([engine.whole.numel])
@@ -372,16 +322,19 @@ class AutomaticExchange(GradientExchange):
                 whole[part] = vector
             after += whole.values()
             for segment, i in zip(engine.whole.segments, run.members, strict=True):
-                left = {part: tf.reshape(x[segment.place], self.sources[i].shape) for part, x in whole.items()}
-                key, compressed = self.sources[i].key, i in self.compressed
-                later = self.update.hand_back(key, weights[i], left, rate, compressed)
+                source = self.sources[i]
+                left = {part: tf.reshape(x[segment.place], source.shape) for part, x in whole.items()}
+                later = self.update.hand_back(
+                    source.key, inputs.weights[i], left, inputs.rate, source.key in self.compressed
+                )
                 if later is not None:
                     owed[i] = later
         with tf.control_dependencies(after):
-            return owed, self._call(self.auto.handed_back, [armed], [tf.bool])
+            return owed, self.steps.call(self.auto.handed_back, [armed], [tf.bool])
 
-    def _kept(self, run: BucketRun, parts: Sequence[str], _: np.ndarray) -> list[Any]:
+    def _kept(self, index: int, parts: Sequence[str], _: np.ndarray) -> list[Any]:
         """Return this rank's state of a bucket, by part, see `BucketEngine.as_one_of_all`, and clear it."""
+        run = self.steps.runs[index]
         second = [self.steps.second_of(run)] if SECOND in parts else []
         kept = [run.engine.as_one_of_all(part) for part in parts if part != SECOND]
         self.steps.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)

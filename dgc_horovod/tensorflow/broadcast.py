@@ -79,21 +79,17 @@ def broadcast_variables(
         raise ConfigError("broadcast_variables takes variables (model.variables), not their values (get_weights())")
     name = _name_in_graph()
     _agree(inner, process_set, name)
-    if inplace:
-        with watched(process_set, _what(root_rank)):
-            inspect.unwrap(hvd.broadcast_variables)(inner, root_rank, process_set, inplace)  # ours under dgcrun
-    elif name is None:
-        with watched(process_set, _what(root_rank)):
-            tf.function(assign_from, autograph=False)(inner, root_rank, process_set, "dgc.broadcast")
+    if inplace or name is None:
+        with watched(process_set, f"the broadcast of variables from rank {root_rank}"):
+            if inplace:
+                inspect.unwrap(hvd.broadcast_variables)(inner, root_rank, process_set, inplace)  # ours under dgcrun
+            else:
+                tf.function(assign_from, autograph=False)(inner, root_rank, process_set, "dgc.broadcast")
     else:
         collectives, values = Collectives(process_set, name), [variable.read_value() for variable in inner]
         full = collectives.full_name("")
         collectives.in_time("*", values, lambda _: assign_from(inner, root_rank, process_set, full))
     base.weights_set(inner)
-
-
-def _what(root_rank: int) -> str:
-    return f"the broadcast of variables from rank {root_rank}"
 
 
 def _name_in_graph() -> str | None:

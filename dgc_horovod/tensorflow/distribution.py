@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -22,26 +21,29 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.notices import SEVERAL, describe
 from dgc_horovod.recording import begin_as_environment_says
-from dgc_horovod.state.parts import StateRegister, check_kept
+from dgc_horovod.state.parts import check_kept
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow.auto import AutomaticExchange, for_a_choice
-from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
-from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind
+from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange, StockExchange
+from dgc_horovod.tensorflow.gradients.host_calls import behind
+from dgc_horovod.tensorflow.gradients.host_steps import HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives, transports
 from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet, common_kinds, refuse_what_cannot_be_sent
 from dgc_horovod.tensorflow.wrapping.variables import (
     Gradient,
     Key,
     Source,
+    VariableSet,
+    common_kinds,
     is_frozen,
     key_of,
     kind_of,
     native,
+    refuse_what_cannot_be_sent,
     sources_of,
 )
 
@@ -57,20 +59,19 @@ class Distribution:
     Args:
         settings: Horovod's arguments and the compression.
         update: form in which gradients enter the residual.
-        what: "optimizer" or "tape", for messages; equal on all ranks.
         stride: iterations from one exchange to the next, >= 1, see `SlotOwnership`.
         kind: name of the optimizer's class, where there is one.
     """
 
-    def __init__(self, settings: Settings, update: Update, what: str, stride: int = 1, kind: str = "") -> None:
-        self.settings, self.update, self.what, self.kind = settings, update, what, kind
+    def __init__(self, settings: Settings, update: Update, stride: int = 1, kind: str = "") -> None:
+        self.settings, self.update, self.kind = settings, update, kind
+        self._what = "tape" if update.is_tapes else "optimizer"  # equal on all ranks
         config = settings.config
-        grows = what == "optimizer" and config is not None and not config.exchanges_weights
+        grows = not update.is_tapes and config is not None and not config.exchanges_weights
         self.ownership = SlotOwnership(stride, grows, settings.process_set)
         self.epoch: int | None = None
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
-        self.optimizer: Any = None  # a weak reference, if it exchanges gradients
         self.run_steps: int | None = None  # of the whole run, if Keras' fit knows it
         self.unapplied: set[Key] = set()  # variables whose updates from a tape are not applied yet
         self._takes_part: bool | None = None
@@ -91,11 +92,11 @@ class Distribution:
     def compresses(self) -> bool:
         """Whether gradients are compressed now, or from the first step on."""
         config = self.settings.config
-        return config is not None and (not config.automatic or any(each.compresses for each in self.exchanges))
+        return config is not None and (not config.automatic or any(each.compresses for each in self.compressing))
 
     def joins(self) -> None:
         """Prepare for ``hvd.join()``, which this rank is about to call, as all will."""
-        for exchange in self.exchanges:
+        for exchange in self.compressing:
             exchange.joins()
 
     def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
@@ -119,7 +120,7 @@ class Distribution:
 
     def _hindrance(self, config: DGCConfig) -> str:
         """Return the reason why this optimizer or tape cannot use nodes; "" if it can."""
-        if self.what != "optimizer":
+        if self.update.is_tapes:
             return "a tape cannot use nodes"
         if {"clipnorm", "clipvalue"} & set(self.kind.split()) and config.clip_norm is None:
             return f"the optimizer clips each gradient ({self.kind})"
@@ -159,12 +160,12 @@ class Distribution:
         key = number, sources, left_out
         if key not in self._sets:
             self._sets[key] = self._make(sources, gradients, left_out, number)
-            if self.what == "optimizer" and not self.broadcast_follows and not envvars.horovod_elastic():
+            if not self.update.is_tapes and not self.broadcast_follows and not envvars.horovod_elastic():
                 shared = [variable for variable, own in zip(variables, left_out, strict=True) if not own]
                 compare_weights(Collectives(self.settings.process_set, "start"), shared)
             for variable in filter(key_of, variables):
                 self._known[key_of(variable)] = variable
-                if self.what == "tape":  # nothing else would free the state of a deleted model
+                if self.update.is_tapes:  # nothing else would free the state of a deleted model
                     weakref.finalize(native(variable), self._forget, key)
         return self._sets[key]
 
@@ -182,8 +183,8 @@ class Distribution:
 
     def _forget(self, key: _SetKey) -> None:
         gone = self._sets.pop(key, None)
-        if gone is not None and gone.exchange is not None and gone.exchange.steps.holder is not None:
-            self.ownership.forget(gone.exchange.steps.holder)
+        if gone is not None and isinstance(gone.exchange, GradientExchange):
+            self.ownership.forget(gone.exchange.steps)
 
     def _make(
         self, sources: Sequence[Source], gradients: Sequence[Gradient], local: Sequence[bool], number: int
@@ -210,48 +211,42 @@ class Distribution:
                 _log.warning("dgc_horovod: the residuals of the checkpoint are dropped: nothing is compressed")
         if self.settings.config is not None or self.settings.sparse_as_dense:
             kinds = ["dense" if kind == "sparse" else kind for kind in kinds]
-        return VariableSet(sources, kinds, local, lambda active, calls: self._exchange(active, number, calls))
+        found = VariableSet(sources, kinds, local)
+        if found.active:
+            found.exchange = self._exchange([sources[i] for i in found.active], number)
+        return found
 
-    def _exchange(self, sources: Sequence[Source], number: int, calls: HeldCalls) -> GradientExchange:
-        process_set = self.settings.process_set
+    def _exchange(self, sources: Sequence[Source], number: int) -> Exchange:
+        process_set, config = self.settings.process_set, self.settings.config
         shapes = "\n".join(f"{source.shape} {source.dtype}" for source in sources)
-        tag = unique_tag(f"{self.what} {process_set.process_set_id} {number}\n{shapes}")
+        tag = unique_tag(f"{self._what} {process_set.process_set_id} {number}\n{shapes}")
         collectives, topology = Collectives(process_set, tag), self.topology_for([each.shape for each in sources])
-        automatic = self.settings.config is not None and self.settings.config.automatic
-        if topology.node_size > 1 and self.exchanges and not automatic:
+        if config is None:
+            return StockExchange(StockSteps(sources, self.settings, collectives))
+        if topology.node_size > 1 and self.exchanges and not config.automatic:
             raise UnsupportedUse(
                 "the set of trained variables has changed, and with a hierarchical exchange other ranks of the node "
                 "have parts of their residuals; pass exchange='flat', or --dgc-exchange flat"
             )
-        make = partial(AutomaticExchange, optimizer=self.optimizer) if automatic else GradientExchange
-        exchange: GradientExchange = make(
-            sources,
-            self.settings,
-            transports(collectives, topology),
-            self.update,
-            self.ownership,
-            number,
-            calls,
-            keeps_fp32=self.update.arithmetic.is_split,
-        )
-        for each in self.exchanges:  # the new one may need their state
+        groups = transports(collectives, topology)
+        steps = HostSteps(sources, self.settings, config, groups, self.update, self.ownership, number)
+        exchange = AutomaticExchange(steps) if config.automatic else GradientExchange(steps)
+        for each in self.compressing:  # the new one may need their state
             each.give_up(SEVERAL)
             exchange.follow(each)
-        buckets = exchange.steps.buckets
-        if buckets is not None and exchange.kept is not None:
-            if self.ownership.loaded is not None:
-                exchange.kept.resume(self.ownership.loaded)
-                self.ownership.loaded = None
-            buckets.epoch = self.epoch
-            if collectives.rank == 0:
-                describe(buckets, self.update.notices)
+        if self.ownership.loaded is not None:
+            exchange.kept.resume(self.ownership.loaded)
+            self.ownership.loaded = None
+        steps.buckets.epoch = self.epoch
+        if collectives.rank == 0:
+            describe(steps.buckets, self.update.notices)
         return exchange
 
     def _agreed_fields(self, sources: Sequence[Source], local: Sequence[bool], number: int) -> dict[str, str]:
         pairs = list(zip(sources, local, strict=True))
         return {
             **self.settings.agreed_fields(),
-            "used by": f"{self.what} {number}",
+            "used by": f"{self._what} {number}",
             "optimizer": self.kind,
             "variable count": str(len(sources)),
             "shapes": "\n".join(f"{i} {'its own' if own else s.shape}" for i, (s, own) in enumerate(pairs)),
@@ -269,9 +264,10 @@ class Distribution:
                 "saving, or call flush() on every rank"
             )
         factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
+        keeping = self._keeping
         for key in self.compressed:
             found = self.ownership.find(key)
-            if found is not None and found[0] in self._keeping:
+            if found is not None and found[0] in keeping:
                 held = self.update.for_slots(found[0].buckets, found[1], factor * rate)
                 for slot, value in zip(self.update.slots(key), held, strict=False):
                     values[id(native(slot))] = value.reshape(slot.shape)
@@ -280,9 +276,8 @@ class Distribution:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the warm-up, from 0."""
         self.epoch, self._epochs_begun = epoch, epoch + 1
-        for exchange in self.exchanges:
-            if exchange.steps.buckets is not None:
-                exchange.steps.buckets.epoch = epoch
+        for exchange in self.compressing:
+            exchange.steps.buckets.epoch = epoch
 
     def epoch_begins(self, epoch: int) -> None:
         """Set the epoch that ``fit`` begins; epochs of earlier calls of ``fit`` count too."""
@@ -298,9 +293,9 @@ class Distribution:
             UnsupportedUse: there are several exchanges (several sets of variables), or a step is under way.
         """
         self._refuse_several("saved")
-        if self.exchanges:
-            return None if self._kept is None else self._kept.record(own)
-        return self.ownership.loaded
+        if self.compressing:
+            return self.compressing[0].kept.record(own)
+        return None if self.exchanges else self.ownership.loaded
 
     def _refuse_several(self, what: str) -> None:
         if len(self.exchanges) > 1:
@@ -309,18 +304,14 @@ class Distribution:
                 'optimizer of its own (a new one can load with residuals="ignored")'
             )
 
-    @property
-    def _kept(self) -> StateRegister | None:
-        return self.exchanges[0].kept if self.exchanges else None
-
     def check(self, state: ResidualState) -> None:
         """Raise CheckpointError or UnsupportedUse if this optimizer cannot go on from `state`.
 
         Sizes are compared at the first step, when it is known which variables have gradients.
         """
         self._refuse_several("loaded")
-        if self._kept is not None:
-            self._kept.check(state)
+        if self.compressing:
+            self.compressing[0].kept.check(state)
         else:
             check_kept(state, "" if self.settings.config is None else self.update.arithmetic.holds)
 
@@ -330,24 +321,23 @@ class Distribution:
         self.epoch = state.epoch
         self._epochs_begun = state.epoch or 0  # this epoch may be repeated
         self.ownership.resumed(iterations)
-        if self._kept is not None:
-            self._kept.resume(state)
+        if self.compressing:
+            self.compressing[0].kept.resume(state)
         else:
             self.ownership.loaded = state
 
     def carry_on(self, state: ResidualState | None, iterations: int) -> None:
         """Go on from the `state` of a commit; a step under way is dropped."""
         if state is not None:
-            buckets = self.exchanges[0].steps.buckets if self.exchanges else state
-            assert buckets is not None
-            self.resume(state.carried_on(buckets.rank, buckets.workers), iterations)
+            place = self.compressing[0].steps.buckets if self.compressing else state
+            self.resume(state.carried_on(place.rank, place.workers), iterations)
         else:
             self.ownership.clear()
 
     def renew(self, iterations: int) -> None:
         """Adapt to other ranks; this one keeps its state."""
         state = self.residuals(own=False)  # own slots must not be scaled as residuals are
-        for exchange in self.exchanges:
+        for exchange in self.compressing:
             exchange.steps.renew()
         if self._agreeing is not None:
             self._agreeing.renew()
@@ -362,9 +352,14 @@ class Distribution:
         self.resume(dataclasses.replace(state, **shared), iterations)
 
     @property
-    def exchanges(self) -> list[GradientExchange]:
+    def exchanges(self) -> list[Exchange]:
         """All exchanges."""
         return [each.exchange for each in self._sets.values() if each.exchange is not None]
+
+    @property
+    def compressing(self) -> list[GradientExchange]:
+        """All exchanges, or none without compression."""
+        return [exchange for exchange in self.exchanges if isinstance(exchange, GradientExchange)]
 
     @property
     def used(self) -> bool:
@@ -374,18 +369,18 @@ class Distribution:
     @property
     def compressed(self) -> set[Key]:
         """Keys of the variables whose gradients are compressed."""
-        return {key for each in self._sets.values() for key in each.compressed}
+        return {key for exchange in self.compressing for key in exchange.compressed}
 
     @property
     def in_engines(self) -> set[Key]:
         """Keys of the compressed variables whose momentum the engines hold, and not the optimizer's slots."""
-        keeping = self._keeping
+        keeping = self._keeping if self.update.arithmetic.is_split else set()  # others have it in the slots
         found = {key: self.ownership.find(key) for key in self.compressed if keeping}
         return {key for key, at in found.items() if at is None or at[0] in keeping}
 
     @property
-    def _keeping(self) -> set[Holder | None]:
-        return {exchange.steps.holder for exchange in self.exchanges if exchange.keeps_state}
+    def _keeping(self) -> set[Holder]:
+        return {exchange.steps for exchange in self.compressing if exchange.keeps_state}
 
     def stats(self) -> dict[str, Any]:
         """See ``DistributedOptimizer.compression_stats``: the sum over all sets of variables."""

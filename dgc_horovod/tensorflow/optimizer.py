@@ -150,12 +150,9 @@ def set_right(model: keras.Model, explicit: bool = False) -> None:
 def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged: bool) -> Any:
     """Return `optimizer` distributed; of a LossScaleOptimizer, the one inside too."""
     refuse_own_methods(optimizer, "DistributedOptimizer")
-    if optimizer.__dict__.get(
-        "_dgc_taken"
-    ):  # another wrapper has its variables: make a new one like it, as Horovod does
+    if vars(optimizer).get("_dgc_taken"):  # another wrapper has its variables: make a new one, as Horovod does
         optimizer = type(optimizer).from_config(optimizer.get_config())
-    config = settings.config
-    rounds = config.local_steps if config is not None else None
+    rounds = settings.config.local_steps if settings.config is not None else None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _distribute_scaler(optimizer, _distribute(optimizer.inner_optimizer, settings, passes, averaged))
     if passes > 1 and optimizer.gradient_accumulation_steps:
@@ -171,21 +168,15 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
         raise UnsupportedUse(
             "local steps do not support use_ema=True: each rank would average its own weights, so that models differ"
         )
-    kind: Any = type(optimizer)
 
     def again(plain: Optimizer) -> Any:
         return _distribute(plain, settings, passes, averaged)
 
     wrapped = _adopt(optimizer, LocalOverrides if rounds else Overrides, again)
     weak: Any = weakref.proxy(wrapped)  # the owner of the objects that refer to it
-    steps = passes if passes > 1 else wrapped.gradient_accumulation_steps or 1
-    described = " ".join([kind.__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
-    if config is not None and rounds:  # clipping is the inner optimizer's own
-        distribution = Distribution(settings, update_of(weak, kind, config), "optimizer", rounds, described)
-    else:
-        of_this, update = _split(optimizer, weak, settings)
-        distribution = Distribution(of_this, update, "optimizer", steps, described)
-        distribution.optimizer = weak
+    stride = rounds or (passes if passes > 1 else wrapped.gradient_accumulation_steps or 1)
+    described = " ".join([type(optimizer).__name__, *map(str, clipping_of(optimizer) or ())])  # ranks compare it
+    distribution = Distribution(*_split(optimizer, weak, settings), stride, described)
     session = Session(wrapped, distribution, LocalSteps if rounds else EveryStep, passes, averaged, again)
     object.__setattr__(wrapped, "_dgc", session)  # not tracked by Keras
     if passes > 1:

@@ -20,7 +20,6 @@ from keras.optimizers import Optimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.config_check import together
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.files import AnyPath
 from dgc_horovod.session.base import left_of_all
@@ -51,38 +50,34 @@ def flush(session: Session, own: Own) -> None:
     if distribution.ownership.holds_loaded:  # before the first step
         trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
         distribution.variable_set(trained, trained, session.local)  # as for dense gradients
-    if not any(exchange.keeps_state for exchange in distribution.exchanges):
+    if not any(exchange.keeps_state for exchange in distribution.compressing):
         return
     if distribution.update.arithmetic.flush_is_step and passes_of(optimizer) > 1:
         raise UnsupportedUse("flush() with accumulated gradients is supported under momentum correction only")
-    if distribution.settings.config is None:
-        return
-    (exchange,) = distribution.exchanges
-    by_key = {key_of(variable): variable for variable in optimizer._trainable_variables}
-    variables = {i: by_key[source.key] for i, source in enumerate(exchange.sources) if i in exchange.steps.place}
-    buckets = exchange.steps.buckets
-    assert buckets is not None
-    left = _left(exchange, buckets)
+    (exchange,) = distribution.compressing
+    variables, left = {key_of(variable): variable for variable in optimizer._trainable_variables}, _left(exchange)
     # even a step with a gradient of zeros would move the weights, by momentum and decay
     if not any(kept.any() for parts in left.values() for kept in parts.values()):
-        return exchange.steps.take_over_again()
-    numbers = list(variables)
-    given = [(variables[i], {part: x.reshape(variables[i].shape) for part, x in left[i].items()}) for i in numbers]
+        exchange.steps.in_slots = True
+        return
+    given = {i: variables[exchange.sources[i].key] for i in sorted(left)}
     if distribution.update.arithmetic.flush_is_step:
-        kept, scale = [None] * len(given), optimizer.loss_scale_factor or 1  # by which Keras divides
+        scale = optimizer.loss_scale_factor or 1  # by which Keras divides
         with session.during(WholeApplication()):
-            own([scaled(tf.cast(x[RESIDUAL], v.dtype), scale) for v, x in given], [v for v, _ in given])
+            own([scaled(tf.cast(left[i][RESIDUAL], v.dtype), scale) for i, v in given.items()], list(given.values()))
     else:
-        kept = distribution.update.flush(given, distribution.compressed)
-    for variable in variables.values():
+        share = 1 if distribution.settings.averages else exchange.collectives.workers
+        rate, compressed = float(optimizer.learning_rate), exchange.compressed
+        for i, v in given.items():
+            key = key_of(v)
+            kept = distribution.update.hand_back(key, native(v), left[i], rate, key in compressed, ends=True)
+            if kept is not None:
+                exchange.steps.keep(i, {RESIDUAL: np.asarray(kept).reshape(-1) / np.float32(share)})
+    for variable in given.values():
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))
-    share = 1 if distribution.settings.averages else exchange.collectives.workers
-    for i, v in zip(numbers, kept, strict=True):
-        if v is not None:
-            exchange.steps.keep(i, {RESIDUAL: np.asarray(v).reshape(-1) / np.float32(share)})
-    buckets.second.clear()
-    exchange.steps.take_over_again()
+    exchange.steps.buckets.second.clear()
+    exchange.steps.in_slots = True
 
 
 def passes_of(optimizer: Optimizer) -> int:
@@ -90,8 +85,8 @@ def passes_of(optimizer: Optimizer) -> int:
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
 
-def _left(exchange: GradientExchange, buckets: OptimizerExchange) -> dict[int, dict[str, np.ndarray]]:
-    """Combine the state of all ranks, by number of the variable and part; u and v are zero afterwards."""
+def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
+    """Combine the state of all ranks, by number of the variable and part, in its shape; u and v are zero afterwards."""
     steps, collectives = exchange.steps, exchange.collectives
     op = hvd.Average if exchange.settings.averages else hvd.Sum
 
@@ -99,13 +94,13 @@ def _left(exchange: GradientExchange, buckets: OptimizerExchange) -> dict[int, d
         with watched(collectives.process_set, collectives.full_name(name)):
             return np.asarray(collectives.allreduce(tf.constant(whole), name, op).numpy())
 
-    left, _ = left_of_all(buckets, collectives, combined)
+    left, _ = left_of_all(steps.buckets, collectives, combined)
     found: dict[int, dict[str, np.ndarray]] = {}
     for run, parts in zip(steps.runs, left, strict=True):
         if exchange.update.arithmetic.dense_is_stock and not run.engine.bucket.uncompressed:
             parts[SECOND] = steps.second_of(run)
         for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
-            found[i] = {part: whole[segment.place] for part, whole in parts.items()}
+            found[i] = {part: x[segment.place].reshape(exchange.sources[i].shape) for part, x in parts.items()}
     return found
 
 
@@ -203,7 +198,7 @@ def _parts(model: Model, optimizer: Optimizer | None) -> tuple[Session, Collecti
     session = session_of(used)
     if session is None:
         raise UnsupportedUse("compile the model with the optimizer that DistributedOptimizer has returned, or pass it")
-    if not session.takes_part:
+    if not session.distribution.takes_part:
         raise UnsupportedUse("this rank is not in the optimizer's process set; call it on those that are")
     if not model.built:
         raise UnsupportedUse("the model must be built: call model.build(input_shape)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,12 +18,21 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
+from dgc_horovod.tensorflow.gradients.exchange import StepInputs
 from dgc_horovod.tensorflow.session.overrides import UsersClass, not_converted
 from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
+from dgc_horovod.tensorflow.wrapping.settings import (
+    STOCK,
+    Compression,
+    Settings,
+    make_settings,
+    refuse_own_methods,
+    warn_once,
+)
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
 
-_log = logging.getLogger("dgc_horovod")
+_tell_stock_once = functools.cache(tell_stock)
+_NO_OPTIMIZER = "a GradientTape has no optimizer whose momentum could be taken over; DistributedOptimizer has"
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
@@ -75,7 +83,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     )
     if settings.config is not None and settings.config.automatic:
         if hvd.rank() == 0:
-            _say_once_that_nothing_is_chosen()
+            _tell_stock_once(_NO_OPTIMIZER, STOCK)
         settings = settings.as_stock()
     if settings.config is not None and envvars.horovod_elastic():
         raise UnsupportedUse(
@@ -84,26 +92,16 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         )
     if settings.config is not None and settings.config.exchanges_weights:
         raise UnsupportedUse("local steps exchange weights, and a tape has gradients only: use DistributedOptimizer")
-    if settings.config is not None and settings.config.momentum_correction and hvd.rank() == 0:
-        _say_once_that_momentum_is_not_corrected()
+    if settings.config is not None and settings.config.momentum_correction:
+        warn_once(
+            "a GradientTape does not know the optimizer's momentum, so it is not corrected (plain error feedback); "
+            "DistributedOptimizer corrects it"
+        )
     kind: Any = type(gradtape)
     tape = object.__new__(_class_over(kind))
     tape.__dict__.update(gradtape.__dict__)
     tape._dgc = TapeSession(_distribution(settings))
     return tape
-
-
-@functools.cache
-def _say_once_that_momentum_is_not_corrected() -> None:
-    _log.warning(
-        "dgc_horovod: a GradientTape does not know the optimizer's momentum, so it is not corrected (plain error "
-        "feedback); DistributedOptimizer corrects it"
-    )
-
-
-@functools.cache
-def _say_once_that_nothing_is_chosen() -> None:
-    tell_stock("a GradientTape has no optimizer whose momentum could be taken over; DistributedOptimizer has", STOCK)
 
 
 def _distribution(settings: Settings) -> Distribution:
@@ -112,7 +110,7 @@ def _distribution(settings: Settings) -> Distribution:
         fields["compression"] = None  # each call of Compression.dgc() makes another object, of one config
     key = tuple({**fields, "process_set": settings.process_set.process_set_id}.values())
     if key not in of_tapes:
-        of_tapes[key] = Distribution(settings, Update(Arithmetic()), "tape")
+        of_tapes[key] = Distribution(settings, Update(Arithmetic()))
     return of_tapes[key]
 
 
@@ -129,11 +127,6 @@ class TapeSession:
 
     def __init__(self, distribution: Distribution) -> None:
         self.distribution, self.calls, self.local = distribution, Counter[Any](), set[Any]()
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank is in the process set."""
-        return self.distribution.takes_part
 
     def exchange(self, variables: list[Any], own: list[Gradient]) -> None:
         """Replace this rank's gradients in `own` by those of all ranks; several calls in a step are possible."""
@@ -154,7 +147,7 @@ class TapeSession:
         if agreed.exchange is None:
             return gradients
         weights = [native(variables[i]) for i in agreed.active]
-        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active], weights=weights)
+        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active], StepInputs(weights=weights))
         if finite is not None:
             combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
         if self.distribution.settings.config is not None:
@@ -182,7 +175,7 @@ class _DistributedTape(UsersClass):
     ) -> Any:
         """Return TensorFlow's gradients, combined over the ranks; `use_generic_names` has no effect."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
-        if not self._dgc.takes_part:
+        if not self._dgc.distribution.takes_part:
             return gradients
         own = list(tf.nest.flatten(gradients))
         self._dgc.exchange(tf.nest.flatten(sources), own)

@@ -10,7 +10,7 @@ Keras saves, the file gets the engine's values. The reverse is `hand_back`, insi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays
-from dgc_horovod.tensorflow.wrapping.variables import Key, key_of, native
+from dgc_horovod.tensorflow.wrapping.variables import Key, native
 
 STOCK: dict[type[keras.optimizers.Optimizer], Arithmetic] = {keras.optimizers.SGD: SGD(), keras.optimizers.Adam: Adam()}
 SLOTS = {
@@ -87,7 +87,7 @@ class Update:
         is_tapes: whether there is no optimizer.
     """
 
-    _optimizer: keras.optimizers.Optimizer
+    optimizer: keras.optimizers.Optimizer
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Update:
         unknown: str = "",
     ) -> None:
         self.arithmetic, self.notices, self.unknown = arithmetic, list(notices), unknown
-        self.is_tapes, self._optimizer = optimizer is None, optimizer
+        self.is_tapes, self.optimizer = optimizer is None, optimizer
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -106,12 +106,12 @@ class Update:
 
     @property
     def _options(self) -> Options:
-        return options_of(self._optimizer) if self.arithmetic.is_split else Options()
+        return options_of(self.optimizer) if self.arithmetic.is_split else Options()
 
     def _slots(self, key: Key, parts: Collection[str]) -> dict[str, tf.Variable]:
         """Return the optimizer's slots of the variable `key`, by part; none for SGD without momentum."""
-        lists = {part: getattr(self._optimizer, SLOTS[part]) for part in parts}
-        index = self._optimizer._trainable_variables_indices if parts else {}
+        lists = {part: getattr(self.optimizer, SLOTS[part]) for part in parts}
+        index = self.optimizer._trainable_variables_indices if parts else {}
         return {part: native(variables[index[key[0]]]) for part, variables in lists.items() if variables}
 
     def entering(self, buckets: OptimizerExchange) -> dict[str, Accumulation]:
@@ -148,7 +148,7 @@ class Update:
 
     def for_slots(self, buckets: OptimizerExchange, name: str, rate: float) -> list[np.ndarray]:
         """Return the engine's state as values of the optimizer's slots, for a file; [] if the slots have it."""
-        found = self.arithmetic.give_back(buckets, name, self._options, int(self._optimizer.iterations))
+        found = self.arithmetic.give_back(buckets, name, self._options, int(self.optimizer.iterations))
         return [np.float32(-rate) * x if part == MOMENTUM else x for part, x in found.items()]
 
     def own(self, key: Key) -> Arrays:
@@ -189,7 +189,7 @@ class Update:
 
         if not (compressed and self.arithmetic.dense_is_stock):
             return changed(left, not compressed)
-        steps = tf.cast(native(self._optimizer.iterations), tf.float64)
+        steps = tf.cast(native(self.optimizer.iterations), tf.float64)
         bias = 1 - tf.pow(tf.constant(options.b2, tf.float64), steps)
         stock = {**left, SECOND: tf.cast(bias, tf.float32) * left[SECOND]}
 
@@ -209,16 +209,3 @@ class Update:
         if change.step is not None:
             variable.assign_sub(tf.cast(rate * change.ahead * change.step, variable.dtype))
         return change.kept
-
-    def flush(self, left: Sequence[tuple[Any, Left]], compressed: Collection[Key]) -> list[Any]:
-        """Apply the combined state of all ranks, if that is not a step of the user's optimizer.
-
-        Args:
-            left: variables and the combined state of each, in its shape, by part.
-            compressed: keys of the variables on the sparse path.
-
-        Returns:
-            For each variable the part that cannot be applied, and stays on every rank; or None.
-        """
-        rate, keyed = float(self._optimizer.learning_rate), [(key_of(v), native(v), parts) for v, parts in left]
-        return [self.hand_back(key, v, parts, rate, key in compressed, ends=True) for key, v, parts in keyed]

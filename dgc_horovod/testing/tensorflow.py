@@ -12,7 +12,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.auto import GraphChoice
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
 from dgc_horovod.tensorflow.session.local import LocalRounds
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 
@@ -30,22 +30,20 @@ class SessionView:
         return self._distribution.settings
 
     @property
-    def exchanges(self) -> list[GradientExchange]:
+    def exchanges(self) -> list[Exchange]:
         """Exchanges, one for each set of variables that was trained; empty before the first step."""
         return self._distribution.exchanges
 
     @property
     def exchange(self) -> GradientExchange:
-        """The only exchange."""
-        (exchange,) = self.exchanges
+        """The only exchange of compressed gradients."""
+        (exchange,) = self._distribution.compressing
         return exchange
 
     @property
     def buckets(self) -> OptimizerExchange:
         """The engines of the exchange, their state, counters and config."""
-        buckets = self.exchange.steps.buckets
-        assert buckets is not None
-        return buckets
+        return self.exchange.steps.buckets
 
     @property
     def choice(self) -> Any:

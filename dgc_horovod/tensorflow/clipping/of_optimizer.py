@@ -31,12 +31,15 @@ def clipping_of(optimizer: Optimizer) -> tuple[str, float] | None:
 def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
     """Return `settings` with the clipping of Keras' `optimizer`, and log the change on rank 0.
 
-    A ``clip_norm`` of the compression, if there is one, replaces the optimizer's clipping.
+    A ``clip_norm`` of the compression, if there is one, replaces the optimizer's clipping. With local steps clipping is
+    the optimizer's own.
 
     Raises:
         UnsupportedUse: the optimizer's class has a clipping of its own; the number of ranks may change.
     """
     own, config = clipping_of(optimizer), settings.config
+    if config is not None and config.exchanges_weights:
+        return settings
     if config is not None and type(optimizer)._clip_gradients is not Optimizer._clip_gradients:
         raise UnsupportedUse(
             f"{type(optimizer).__name__} clips in a way of its own (_clip_gradients), which would cut the exchanged "

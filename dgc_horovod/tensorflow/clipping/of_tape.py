@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -26,9 +24,9 @@ from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.session.overrides import not_converted
 from dgc_horovod.tensorflow.session.session import session_of
+from dgc_horovod.tensorflow.wrapping.settings import warn_once
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, key_of
 
-_log = logging.getLogger("dgc_horovod")
 INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which clips each rank's gradient"
 
 
@@ -103,14 +101,8 @@ def _left_out(tensors: Iterable[Any], what: str, of_all: bool) -> Returned | Non
             f"another tape's). clip_norm={returned.clip_norm:g} of the compression clips those of the tape; clip the "
             "others separately"
         )
-    if hvd.rank() == 0:
-        _say_once_that_it_is_left_out(what, returned.clip_norm)
+    warn_once(f"clip_norm={returned.clip_norm:g} of the compression is used; {what} has no effect")
     return returned
-
-
-@functools.cache
-def _say_once_that_it_is_left_out(what: str, clip_norm: float) -> None:
-    _log.warning("dgc_horovod: clip_norm=%g of the compression is used; %s has no effect", clip_norm, what)
 
 
 def _of_a_script(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,14 +175,8 @@ def _check(optimizer: BaseOptimizer, grads: Sequence[Gradient], keys: set[Key]) 
             "accumulated or changed: they are an update that comes in bursts. Use DistributedOptimizer in place of the "
             f"tape; or remove {own[0]}, and {INSTEAD}"
         )
-    if changed and hvd.rank() == 0:
-        _say_once_that_it_is_changed()
-
-
-@functools.cache
-def _say_once_that_it_is_changed() -> None:
-    _log.warning(
-        "dgc_horovod: the script changes gradients of a compressed tape before they are applied. They are an update "
-        "that comes in bursts: if the script clips them, the part that is cut off is lost. To clip, %s",
-        INSTEAD,
-    )
+    if changed:
+        warn_once(
+            "the script changes gradients of a compressed tape before they are applied. They are an update that comes "
+            f"in bursts: if the script clips them, the part that is cut off is lost. To clip, {INSTEAD}"
+        )

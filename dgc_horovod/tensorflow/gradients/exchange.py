@@ -7,32 +7,46 @@ hold u and v (`host_steps`); the graph holds no state, so it may be traced any n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
 from tensorflow.python.ops import control_flow_util
 
 from dgc_horovod.arithmetic import without_own
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange.contract import ALL, INSIDE
+from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.gradients.host_calls import HeldCalls, behind, host_call
-from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
+from dgc_horovod.tensorflow.gradients.host_calls import behind
+from dgc_horovod.tensorflow.gradients.host_steps import HostCalls, HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.paths import TRIPLE, BucketRun, DensePath
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, native, numel_of
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, native
 
 _NARROW = (tf.float16, tf.bfloat16)
 _NOTHING = np.empty(0, np.float32)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of an exchange beside the gradients.
+
+    Args:
+        iterations: number of steps that the optimizer has made, >= 0.
+        rate: present learning rate; it and `iterations` are used to take over a checkpoint.
+        weights: variables, one for each source.
+        everything: variables that are set to those of rank 0 where ranks differ; see `Replicas`.
+    """
+
+    iterations: tf.Tensor | int = 0
+    rate: tf.Tensor | float = 1.0
+    weights: Sequence[Any] = ()
+    everything: Sequence[Any] = ()
 
 
 class Exchanged(NamedTuple):
@@ -49,47 +63,108 @@ class Exchanged(NamedTuple):
     dense: tf.Tensor | None
 
 
-class GradientExchange:
-    """The exchange of the gradients of `sources`, always in that order.
+class Exchange:
+    """The exchange of the gradients of some variables, always in their order.
 
     Args:
-        sources, settings, transports, update, ownership, number, calls: see `HostSteps`.
-        keeps_fp32: whether compressed float16 variables get float32 updates: times the learning rate they fit.
+        steps: its calls to Python on this rank.
+        compression: compression of the dense path, Horovod's.
+
+    Attributes:
+        compressed: keys of the variables whose gradients are compressed.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        settings: Settings,
-        transports: Mapping[str, Collectives],
-        update: Update,
-        ownership: SlotOwnership,
-        number: int,
-        calls: HeldCalls,
-        keeps_fp32: bool,
-    ) -> None:
-        collectives = transports[ALL]
-        self.sources, self.settings, self.collectives = list(sources), settings, collectives
-        self._transports, self._inside = transports, transports.get(INSIDE)
-        self.update, self._keeps_fp32 = update, keeps_fp32
-        self.steps = HostSteps(sources, settings, transports, update, ownership, number, calls)
-        self.compressed = {i for i, run in self.steps.place.items() if not run.engine.bucket.uncompressed}
-        compression = settings.compression
-        if settings.config is not None:
-            half = settings.config.dense_values == "fp16"
-            compression = hvd.Compression.fp16 if half else hvd.Compression.none
-        groups = dict(enumerate(settings.group_numbers(sources)))
-        self._dense_path = DensePath(collectives, settings, compression, groups)
-        self._replicas = None
-        if settings.config is not None and settings.config.check_every and not update.is_tapes:
-            self._replicas = Replicas(sources, settings.config, self.steps)
-        self._weights = WeightsWatch(sources, self.steps)
-        self.kept: StateRegister | None = None  # without compression
-        if settings.config is not None:
-            self.kept = StateRegister(self.steps, update.arithmetic.holds)
-            self.kept.register(OwnSlots(update, sources))
+    def __init__(self, steps: HostCalls, compression: type[Compressor]) -> None:
+        self.steps, self.sources, self.settings, self.collectives = (
+            steps,
+            steps.sources,
+            steps.settings,
+            steps.collectives,
+        )
+        self.compressed: set[Key] = set()
+        self._dense_path = DensePath(self.collectives, self.settings, compression, self.sources)
         weak: Any = weakref.proxy(self)  # or it would be a cycle
         self._function = tf.function(partial(type(self)._graph, weak), autograph=False, reduce_retracing=True)
+
+    def __call__(self, gradients: Sequence[Gradient], inputs: StepInputs) -> Exchanged:
+        """Exchange one gradient for each source.
+
+        Args:
+            gradients: tensors or IndexedSlices, one for each source.
+            inputs: the other inputs of the step.
+
+        Raises:
+            UnsupportedUse: in a graph that XLA compiles.
+            ConfigError: the warm-up needs an epoch, and none was set.
+            DGCError: an error in eager mode; inside a graph TensorFlow raises an error with its text.
+        """
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise UnsupportedUse(
+                "XLA compiles this step (jit_compile=True), and no Horovod operation runs inside XLA; pass "
+                "jit_compile=False to tf.function or model.compile"
+            )
+        self.steps.check()
+        numbers = tf.cast(inputs.iterations, tf.int64), tf.cast(inputs.rate, tf.float32)
+        inputs = StepInputs(*numbers, list(inputs.weights), list(inputs.everything))
+        if not tf.executing_eagerly():
+            return self._graph(list(gradients), inputs)
+        self.steps.error = None
+        try:
+            return self._function(list(gradients), inputs)
+        except tf.errors.OpError as error:
+            self.collectives.watch.disarm()
+            raise self.steps.error or self.collectives.watch.error or error from None
+
+    def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
+        """Return the result of a call; in a graph."""
+        raise NotImplementedError
+
+
+class StockExchange(Exchange):
+    """The exchange without compression: Horovod's allreduces, with a deadline."""
+
+    steps: StockSteps
+
+    def __init__(self, steps: StockSteps) -> None:
+        super().__init__(steps, steps.settings.compression)
+
+    def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
+        (started,) = self.steps.call(self.steps.start, [inputs.iterations], [tf.int64])
+        # also after an earlier collective of these names
+        gradients = [behind(started, gradient) for gradient in gradients]
+        given = dict(enumerate(gradients))
+        results = self.collectives.in_time("dense.*", gradients, lambda _: self._dense_path(given))
+        results = [results[i] for i in range(len(gradients))]
+        nbytes = self._dense_path.nbytes(gradients)
+        with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+            ended = self.steps.call(self.steps.end, [started], [tf.int64], nbytes)
+        with tf.control_dependencies(ended):
+            return Exchanged([tf.identity(result) for result in results], None, None)
+
+
+class GradientExchange(Exchange):
+    """The exchange of compressed gradients.
+
+    Args:
+        steps: its steps on this rank.
+
+    Attributes:
+        bucketed: indices of the variables in buckets; the others are on the dense path.
+        kept: its state, in parts.
+    """
+
+    steps: HostSteps
+
+    def __init__(self, steps: HostSteps) -> None:
+        half = steps.config.dense_values == "fp16"
+        super().__init__(steps, hvd.Compression.fp16 if half else hvd.Compression.none)
+        self.config, self.update, self._inside = steps.config, steps.update, steps.transports.get(INSIDE)
+        self.bucketed = {i for run in steps.runs for i in run.members}
+        self.compressed = {self.sources[i].key for i in self.bucketed if steps.buckets.is_compressed(steps.names[i])}
+        self._replicas = Replicas(steps) if self.config.check_every and not self.update.is_tapes else None
+        self._weights = WeightsWatch(steps)
+        self.kept = StateRegister(steps, self.update.arithmetic.holds)
+        self.kept.register(OwnSlots(steps))
 
     @property
     def keeps_state(self) -> bool:
@@ -111,68 +186,20 @@ class GradientExchange:
         """Continue the warm-up of `other`, if it had some of these variables, and their residuals, before."""
         ours, theirs = self.steps.buckets, other.steps.buckets
         shared = {source.key for source in self.sources} & {source.key for source in other.sources}
-        if ours is not None and theirs is not None and shared and theirs.steps > ours.steps:
-            ours.steps = theirs.steps
+        if shared:
+            ours.steps = max(ours.steps, theirs.steps)
 
-    def __call__(
-        self,
-        gradients: Sequence[Gradient],
-        iterations: tf.Tensor | int = 0,
-        learning_rate: tf.Tensor | float = 1.0,
-        weights: Sequence[Any] = (),
-        everything: Sequence[Any] = (),
-    ) -> Exchanged:
-        """Exchange one gradient for each source.
-
-        Args:
-            gradients: tensors or IndexedSlices, one for each source.
-            iterations: number of steps that the optimizer has made, >= 0.
-            learning_rate: present learning rate; it and `iterations` are used to take over a checkpoint.
-            weights: variables, one for each source.
-            everything: variables that are set to those of rank 0 where ranks differ; see `Replicas`.
-
-        Raises:
-            UnsupportedUse: in a graph that XLA compiles.
-            ConfigError: the warm-up needs an epoch, and none was set.
-            DGCError: an error in eager mode; inside a graph TensorFlow raises an error with its text.
-        """
-        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise UnsupportedUse(
-                "XLA compiles this step (jit_compile=True), and no Horovod operation runs inside XLA; pass "
-                "jit_compile=False to tf.function or model.compile"
-            )
-        if self.steps.buckets is not None:
-            self.steps.buckets.density()  # raises its error now, and not when the graph runs
-        numbers = tf.cast(iterations, tf.int64), tf.cast(learning_rate, tf.float32)
-        arguments = list(gradients), *numbers, list(weights), list(everything)
-        if not tf.executing_eagerly():
-            return Exchanged(*self._graph(*arguments))
-        self.steps.error = None
-        try:
-            return Exchanged(*self._function(*arguments))
-        except tf.errors.OpError as error:
-            self.collectives.watch.disarm()
-            raise self.steps.error or self.collectives.watch.error or error from None
-
-    def _call(self, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any], *first: object) -> Any:
-        return host_call(self.steps.noting(function, *first), inputs, dtypes)
-
-    def _graph(
-        self, gradients: list[Gradient], iterations: tf.Tensor, rate: Any, weights: list[Any], everything: list[Any]
-    ) -> tuple[list[Gradient], tf.Tensor | None, tf.Tensor | None]:
+    def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
         dtypes = [tf.int64, tf.bool, tf.int64, tf.bool, tf.int32, tf.bool]
-        started, fresh, step, dense, part, look = self._call(self._start, [iterations], dtypes)
-        if self.settings.config is None:
-            return self._all_dense(gradients, started), None, None
+        started, fresh, step, dense, part, look = self.steps.call(self._start, [inputs.iterations], dtypes)
         if self._replicas is not None:
-            part.set_shape([])
-            with tf.control_dependencies([self._replicas(part, step, rate, weights, everything)]):
+            with tf.control_dependencies([self._replicas(part, step, inputs)]):
                 started = tf.identity(started)
-        started = self._taken_over(started, fresh, rate)
+        started = self._taken_over(started, fresh, inputs.rate)
         # errors that all ranks have are raised before anything is sent
         gradients = [behind(started, tf.convert_to_tensor(gradient)) for gradient in gradients]
-        if self._inside is not None and self.settings.config.clip_norm is not None:
-            started, gradients = self._averaged(started, gradients)
+        if self._inside is not None and self.config.clip_norm is not None:
+            started, gradients = self._averaged(self._inside, started, gradients)
         messages, whole = self._compressed(started, gradients)
         second = self._second(started, messages)
         results = self._dense_path(whole)
@@ -186,47 +213,34 @@ class GradientExchange:
                 results[i] = tf.cast(update, self._dtype(i, gradients[i].dtype))
                 if results[i].dtype in _NARROW:
                     flags.append(tf.reduce_all(tf.math.is_finite(results[i])))
-        with tf.control_dependencies([self._weights(look, flags, weights)]):
-            (finite,) = self._call(self.steps.end, [second, *flags], [tf.bool], *dense_path)
-        finite.set_shape([])
-        dense.set_shape([])
+        with tf.control_dependencies([self._weights(look, flags, inputs.weights)]):
+            (finite,) = self.steps.call(self.steps.end, [second, *flags], [tf.bool], *dense_path)
         own = dense if self.update.arithmetic.dense_is_stock else None
-        return [results[i] for i in range(len(gradients))], finite, own
+        return Exchanged([results[i] for i in range(len(gradients))], finite, own)
 
     def _start(self, iterations: np.ndarray) -> list[Any]:
         """Call `HostSteps.start`; add the part of the weights to compare (-1: none), and whether to check them."""
         started = self.steps.start(iterations)
         part = -1 if self._replicas is None else self._replicas.due(int(started[2]))
-        look = self.settings.config is not None and self._weights.due()
-        return [*started, np.int32(part), np.bool_(look)]
+        return [*started, np.int32(part), np.bool_(self._weights.due())]
 
     def _dtype(self, i: int, dtype: tf.DType) -> tf.DType:
         """Return the dtype of the result for gradient `i`, which has `dtype`."""
-        wide = self._keeps_fp32 and i in self.steps.place and dtype in _NARROW
+        # times the learning rate float32 updates fit into the variable
+        wide = self.update.arithmetic.is_split and i in self.bucketed and dtype in _NARROW
         return tf.float32 if wide else dtype
-
-    def _all_dense(self, gradients: Sequence[Gradient], started: tf.Tensor) -> list[Gradient]:
-        gradients = [
-            behind(started, gradient) for gradient in gradients
-        ]  # and after an earlier collective of these names
-        given = dict(enumerate(gradients))
-        results = self.collectives.in_time("dense.*", gradients, lambda _: self._dense_path(given))
-        results = [results[i] for i in range(len(gradients))]
-        with tf.control_dependencies([started, *tf.nest.flatten(results, expand_composites=True)]):
-            ended = self._call(self.steps.end, [_NOTHING, True], [tf.bool], self._dense_path.nbytes(gradients), 1)
-        with tf.control_dependencies(ended):
-            return [tf.identity(result) for result in results]
 
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Move the optimizer's slots into the engines, at the first step and after a checkpoint was loaded."""
-        slots = {i: [native(slot) for slot in self.update.slots(self.sources[i].key)] for i in sorted(self.compressed)}
+        keys = {i: source.key for i, source in enumerate(self.sources) if source.key in self.compressed}
+        slots = {i: [native(slot) for slot in self.update.slots(key)] for i, key in keys.items()}
         everything = [slot for mine in slots.values() for slot in mine]
         if not everything:
             return started
         counts = [(i, len(mine)) for i, mine in slots.items()]
 
         def take_over() -> tf.Tensor:
-            with tf.control_dependencies(self._call(self.steps.take_over, [rate, *everything], [tf.bool], counts)):
+            with tf.control_dependencies(self.steps.call(self.steps.take_over, [rate, *everything], [tf.bool], counts)):
                 changed = [slot.assign(tf.zeros_like(slot)) for slot in everything]
             with tf.control_dependencies(changed):
                 return tf.identity(started)
@@ -238,22 +252,21 @@ class GradientExchange:
     ) -> tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]:
         """Return a message of each bucket, and the gradients of the dense path."""
         runs, steps = self.steps.runs, self.steps
-        whole = {i: gradient for i, gradient in enumerate(gradients) if i not in self.steps.place}
+        whole = {i: gradient for i, gradient in enumerate(gradients) if i not in self.bucketed}
         flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
-        assert self.settings.config is not None
-        if self.settings.config.clip_norm is None:
+        if self.config.clip_norm is None:
             messages = []
             for run in runs:
-                inputs = [started, *(flat[i] for i in run.members)]
+                mine = [flat[i] for i in run.members]
                 if self._inside is not None:
-                    inputs = [started, self._slice(run, started, inputs[1:])]
-                messages.append(host_call(steps.noting(steps.compress, run), inputs, TRIPLE, run.kernels))
+                    mine = [self._slice(run, self._inside, started, mine)]
+                messages.append(steps.call(steps.compress, [started, *mine], TRIPLE, run.index, kernels=run.kernels))
             return messages, whole
         # the norm needs every gradient first
         inputs = [started, *(flat[i] for run in runs for i in run.members), *(flat[i] for i in whole)]
         kernels = runs[0].kernels if runs else None
         dtypes = [*TRIPLE * len(runs), tf.float32]
-        *tensors, clip = host_call(steps.noting(steps.compress_clipped), inputs, dtypes, kernels)
+        *tensors, clip = steps.call(steps.compress_clipped, inputs, dtypes, kernels=kernels)
         whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
         return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
 
@@ -262,7 +275,7 @@ class GradientExchange:
         if not (self.update.arithmetic.dense_is_stock and self.compressed):
             return _NOTHING
         with tf.control_dependencies([part for message in messages for part in message]):
-            (own,) = self._call(self.steps.second_message, [started], [tf.float32])
+            (own,) = self.steps.call(self.steps.second_message, [started], [tf.float32])
         own.set_shape([None])
         reduced = partial(self.collectives.allreduce, own, "second")
         return tf.cond(tf.size(own) > 0, reduced, lambda: own)  # it is empty on all ranks, or on none
@@ -270,22 +283,24 @@ class GradientExchange:
     def _armed(self, started: tf.Tensor, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return `started` once `given` is there, and start the clock for the other workers of the node."""
         with tf.control_dependencies(list(given)):
-            (armed,) = self._call(self.steps.arm, [started], [tf.int64])
+            (armed,) = self.steps.call(self.steps.arm, [started], [tf.int64])
         return armed
 
-    def _averaged(self, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def _averaged(
+        self, inside: Collectives, started: tf.Tensor, gradients: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Return the node's averages of all gradients: the limit of clipping is for them."""
-        inside, armed = self._inside, self._armed(started, gradients)
-        assert inside is not None
+        armed = self._armed(started, gradients)
         with tf.control_dependencies([armed]):
             whole = [tf.cast(gradient, tf.float32) for gradient in gradients]
         averages = [inside.allreduce(gradient, f"node.{i}", hvd.Average) for i, gradient in enumerate(whole)]
         return armed, [tf.cast(x, gradient.dtype) for x, gradient in zip(averages, gradients, strict=True)]
 
-    def _slice(self, run: BucketRun, started: tf.Tensor, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _slice(
+        self, run: BucketRun, inside: Collectives, started: tf.Tensor, gradients: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
         """Return this worker's slice of the mean of the node's gradients of a bucket."""
-        engine, inside = run.engine, self._inside
-        assert inside is not None
+        engine = run.engine
         padding = inside.workers * engine.bucket.numel - engine.whole.numel
         with tf.control_dependencies([self._armed(started, gradients)]):
             flat = tf.concat([*gradients, tf.zeros([padding])], 0)
@@ -296,39 +311,37 @@ class GradientExchange:
         """Return the updates of a bucket, and whether they are finite."""
         steps, rounds = self.steps, len(run.alternatives)
         for number in range(rounds):
-            received = run.carried(self._transports, number, triple)
+            received = run.carried(steps.transports, number, triple)
             if number + 1 < rounds:
-                call = steps.noting(steps.next_round, run, number + 1)
-                triple = host_call(call, received, TRIPLE, run.kernels)
+                triple = steps.call(steps.next_round, received, TRIPLE, run.index, number + 1, kernels=run.kernels)
         dtypes = [*[tf.float32] * len(run.members), tf.bool]
-        return host_call(steps.noting(steps.decode, run), received, dtypes, run.kernels)
+        return steps.call(steps.decode, received, dtypes, run.index, kernels=run.kernels)
 
 
 class OwnSlots(StatePart):
     """The optimizer's slots that are this rank's alone, in a record whose tensors have the numbers of variables.
 
     Args:
-        update: form in which gradients enter the residual.
-        sources: variables that are exchanged.
+        steps: steps of the exchange of these variables.
     """
 
     in_optimizer = True
 
-    def __init__(self, update: Update, sources: Sequence[Source]) -> None:
-        self._update, self._keys = update, {str(i): source.key for i, source in enumerate(sources)}
-        self._numel = {str(i): numel_of([source]) for i, source in enumerate(sources)}
+    def __init__(self, steps: HostSteps) -> None:
+        self._update, self._sources = steps.update, {str(i): source for i, source in enumerate(steps.sources)}
 
     def put(self, state: ResidualState) -> None:
         """See `StatePart`."""
-        for number, key in self._keys.items():
-            if slots := self._update.own(key):
+        for number, source in self._sources.items():
+            if slots := self._update.own(source.key):
                 state.tensors[number] = {**state.tensors.get(number, {}), **slots}
 
     def without(self, state: ResidualState) -> ResidualState:
         """See `StatePart`."""
-        return without_own(state, self._update.arithmetic.own, self._numel)[0]
+        numel = {number: source.numel for number, source in self._sources.items()}
+        return without_own(state, self._update.arithmetic.own, numel)[0]
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
-        for number in self._keys.keys() & state.tensors.keys():
-            self._update.take_own(self._keys[number], state.tensors[number])
+        for number in self._sources.keys() & state.tensors.keys():
+            self._update.take_own(self._sources[number].key, state.tensors[number])

@@ -8,20 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
+from dgc_horovod.errors import BackendUnavailable
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Array, Kernels
 
 _log = logging.getLogger("dgc_horovod")
+_SCALARS = (tf.bool, tf.int32, tf.int64)  # dtypes that Python functions return as flags, numbers and gates only
 _ALIGNMENT = 64  # bytes; TensorFlow copies memory with less alignment
-_OUTLIVES = "a graph was run after its DistributedOptimizer was deleted; keep a reference to the optimizer"
 
 
 def threads() -> int:
@@ -45,7 +44,8 @@ def host_call(
     """Return the tensors of ``function(*inputs)``, which is called when the graph runs.
 
     Args:
-        function: function of Arrays of `kernels` (NumPy arrays without) that returns one for each of `dtypes`.
+        function: function of Arrays of `kernels` (NumPy arrays without) that returns one for each of `dtypes`; those of
+            `_SCALARS` are scalars.
         inputs: tensors. A NumPy function sees their memory; a torch function gets them by DLPack, on their device.
         dtypes: dtypes of the results.
         kernels: `contract.Kernels` whose arrays the function works on; None: NumPy's.
@@ -58,33 +58,6 @@ def host_call(
         return [_as_tensor(result, kernels) for result in function(*arrays)]
 
     return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
-
-
-class HeldCalls:
-    """The Python functions of an exchange's graphs; the only strong references to them.
-
-    TensorFlow keeps the graphs of deleted models, and graphs keep the Python functions that they call. Objects that the
-    functions use refer to this weakly: with a cycle, u and v would stay until the next garbage collection.
-    """
-
-    def __init__(self) -> None:
-        self._functions: list[Callable[..., Any]] = []
-
-    def hold(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function for a graph that refers to `function` weakly."""
-        self._functions.append(function)
-        known = weakref.ref(function)
-
-        def call(*arguments: Array) -> Any:
-            alive = known()
-            if alive is None:
-                raise UnsupportedUse(_OUTLIVES)
-            try:
-                return alive(*arguments)
-            except ReferenceError:  # the optimizer is deleted already
-                raise UnsupportedUse(_OUTLIVES) from None
-
-        return call
 
 
 def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
@@ -111,8 +84,12 @@ def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
 
 
 def _as_list(results: tf.Tensor | Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return a list; in eager mode TensorFlow returns a single result without one."""
-    return list(results) if isinstance(results, (list, tuple)) else [results]
+    """Return a list, with known shapes of scalars; in eager mode TensorFlow returns a single result without one."""
+    found: list[Any] = list(results) if isinstance(results, (list, tuple)) else [results]
+    for result in found:
+        if result.dtype in _SCALARS:
+            result.set_shape([])
+    return found
 
 
 def _as_tensor(result: Array, kernels: Any) -> tf.Tensor:

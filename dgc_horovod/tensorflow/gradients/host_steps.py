@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
@@ -25,130 +26,174 @@ from dgc_horovod.kernels.contract import Array
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
 from dgc_horovod.stats import PROCESS, ExchangeStats
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks, HeldCalls, kernels_on
+from dgc_horovod.tensorflow.gradients.host_calls import host_call, kernels_on
 from dgc_horovod.tensorflow.gradients.paths import BucketRun
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.updates import Update
 from dgc_horovod.tensorflow.wrapping.settings import Settings
 from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import Source, numel_of
+from dgc_horovod.tensorflow.wrapping.variables import Source
 
 _log = logging.getLogger("dgc_horovod")
+_OUTLIVES = "a graph was run after its DistributedOptimizer was deleted; keep a reference to the optimizer"
 
 
-class HostSteps:
-    """The steps of one exchange on this rank.
+class HostCalls:
+    """The calls of one exchange's graphs to Python on this rank.
 
     Args:
         sources: variables whose gradients are exchanged, in that order.
         settings: the compression and Horovod's arguments.
-        transports: transport of each group of workers; that of all for its traffic and its watch.
+        collectives: transport of all workers.
+
+    Attributes:
+        counts: counters of the exchange.
+        error: error of ours in a call, which TensorFlow turns into one of its own.
+    """
+
+    counts: ExchangeStats
+    error: DGCError | None = None
+
+    def __init__(self, sources: Sequence[Source], settings: Settings, collectives: Collectives) -> None:
+        self.sources, self.settings, self.collectives = list(sources), settings, collectives
+
+    def call(
+        self,
+        method: Callable[..., Sequence[Any]],
+        inputs: Sequence[Any],
+        dtypes: Sequence[Any],
+        *first: object,
+        kernels: Any = None,
+    ) -> list[tf.Tensor]:
+        """Return the tensors of ``method(*first, *inputs)``, which is called when the graph runs; see `host_call`.
+
+        TensorFlow keeps the graphs of deleted models, so a graph refers to the object of `method` weakly, and `first`
+        must not refer to it: u and v are freed with their optimizer.
+        """
+        known, calls = weakref.WeakMethod(method), weakref.proxy(self)
+
+        def noting(*arrays: Array) -> Sequence[Any]:
+            alive = known()
+            if alive is None:
+                raise UnsupportedUse(_OUTLIVES)
+            try:
+                return alive(*first, *arrays)
+            except ReferenceError:  # the optimizer is deleted already
+                raise UnsupportedUse(_OUTLIVES) from None
+            except DGCError as error:
+                calls.error = error
+                calls.collectives.watch.disarm()
+                raise
+
+        return host_call(noting, inputs, dtypes, kernels)
+
+    def check(self) -> None:
+        """Raise the error of a step that cannot be made, before the graph runs."""
+
+    def received_dense(self, nbytes: int) -> None:
+        """Note that all gradients have come; `nbytes`: bytes of this rank's on the dense path."""
+        self.collectives.watch.disarm()
+        self.collectives.traffic.count_allreduce(nbytes, self.collectives.workers)
+
+
+class StockSteps(HostCalls):
+    """The steps of an exchange without compression, which are counted."""
+
+    def __init__(self, sources: Sequence[Source], settings: Settings, collectives: Collectives) -> None:
+        super().__init__(sources, settings, collectives)
+        self.counts = ExchangeStats(collectives.workers, sum(each.numel for each in sources), collectives.traffic)
+        PROCESS.exchanges.append(self.counts)
+
+    def start(self, iterations: np.ndarray) -> list[Any]:
+        """Begin a step; return `iterations`."""
+        return [np.int64(iterations)]
+
+    def end(self, nbytes: int, started: np.ndarray) -> list[Any]:
+        """End a step, in which this rank has sent `nbytes`; return `started`."""
+        self.received_dense(nbytes)
+        self.counts.end_step()
+        return [np.int64(started)]
+
+
+class HostSteps(HostCalls, Holder):
+    """The steps of one compressed exchange on this rank, and the state that they leave.
+
+    Args:
+        sources, settings: see `HostCalls`.
+        config: settings of the compression.
+        transports: transport of each group of workers.
         update: form in which gradients enter the residual.
-        ownership: ownership of u and v, shared by all exchanges that may have the same variables.
+        ownership: ownership of u and v, shared by all exchanges that may have the same variables; it has these steps as
+            one of its holders.
         number: index of the exchange, from 0, among those with the same variables and states of their own.
-        calls: holder of the Python functions of graphs.
+
+    Attributes:
+        runs: the buckets, by index.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         settings: Settings,
+        config: DGCConfig,
         transports: Mapping[str, Collectives],
         update: Update,
         ownership: SlotOwnership,
         number: int,
-        calls: HeldCalls,
     ) -> None:
-        collectives = transports[ALL]
-        self.collectives, self.update = collectives, update
+        HostCalls.__init__(self, sources, settings, transports[ALL])
+        self.config, self.transports, self.update = config, transports, update
         self.node_size = transports[INSIDE].workers if INSIDE in transports else 1
-        self.buckets: OptimizerExchange | None = None
-        self.runs: list[BucketRun] = []
-        self.place: dict[int, BucketRun] = {}
-        self.error: DGCError | None = None
-        self._keys = [source.key for source in sources]
-        self._names = [f"{i} {source.name}" for i, source in enumerate(sources)]
-        self._ownership = ownership
-        self.holder: Holder | None = None  # None: without compression
+        self._kernels_on = functools.cache(kernels_on)
+        names = [f"{i} {source.name}" for i, source in enumerate(sources)]
+        Holder.__init__(self, [(number, source.key) for source in sources], names, self._made(names))
+        self.counts = self.buckets.counts
+        self._ownership: SlotOwnership = weakref.proxy(ownership)  # or it would be a cycle
         self._iterations = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._told = set[str]()
-        self._calls: HeldCalls = weakref.proxy(calls)
         self._dense = False  # whether the step is the optimizer's own
-        if settings.config is not None:
-            self.buckets = self._make_buckets(sources, settings, settings.config)
-            places = [(number, key) for key in self._keys]
-            self.holder = ownership.add(Holder(places, self._names, self.buckets))
-            self.counts = self.buckets.counts
-        else:
-            self.counts = ExchangeStats(collectives.workers, numel_of(sources), collectives.traffic)
-            PROCESS.exchanges.append(self.counts)
-
-    def _make_buckets(self, sources: Sequence[Source], settings: Settings, config: DGCConfig) -> OptimizerExchange:
-        names = self._names
-        index = {name: i for i, name in enumerate(names)}
-        keys: dict[Any, int] = {}
-        specs = [
-            TensorSpec(name, source.shape, keys.setdefault((group, source.cuda), len(keys)))
-            for name, source, group in zip(names, sources, settings.group_numbers(sources), strict=True)
+        self.runs = [
+            BucketRun(engine, tuple(int(_number_of(segment.name)) for segment in engine.whole.segments))
+            for engine in self.buckets.engines
         ]
-        kernels = functools.cache(kernels_on)
-        collectives, node_size = self.collectives, self.node_size  # the function must not refer to this
-
-        def make() -> OptimizerExchange:
-            return OptimizerExchange(
-                specs,
-                config,
-                lambda name: kernels(sources[index[name]].cuda),
-                collectives.rank,
-                collectives.workers,
-                settings.averages,
-                collectives.traffic,
-                node_size,
-            )
-
-        self._make, buckets = make, make()
-        for engine in buckets.engines:
-            segments = engine.whole.segments
-            members = tuple(index[segment.name] for segment in segments)
-            self.runs.append(BucketRun(engine, members, Blocks([segment.numel for segment in segments])))
-        self.place = {i: run for run in self.runs for i in run.members}
         if config.clip_norm is not None and len({run.kernels.array_kind for run in self.runs}) > 1:
             raise UnsupportedUse(
                 "clip_norm with variables on GPUs and on the host is not supported; place all on one kind of device"
             )
-        return buckets
+        ownership.add(self)
 
-    def noting(self, function: Callable[..., Sequence[Array]], *first: object) -> Callable[..., Sequence[Array]]:
-        """Return ``function(*first, ...)`` that also notes its error, which TensorFlow turns into one of its own."""
-
-        def noting(*arguments: Array) -> Sequence[Array]:
-            try:
-                return function(*first, *arguments)
-            except DGCError as error:
-                self.error = error
-                self.collectives.watch.disarm()
-                raise
-
-        return self._calls.hold(noting)
+    def _made(self, names: Sequence[str]) -> OptimizerExchange:
+        boundaries: dict[Any, int] = {}
+        specs = [
+            TensorSpec(name, source.shape, boundaries.setdefault((group, source.cuda), len(boundaries)))
+            for name, source, group in zip(names, self.sources, self.settings.group_numbers(self.sources), strict=True)
+        ]
+        return OptimizerExchange(
+            specs,
+            self.config,
+            lambda name: self._kernels_on(self.sources[int(_number_of(name))].cuda),
+            self.collectives.rank,
+            self.collectives.workers,
+            self.settings.averages,
+            self.collectives.traffic,
+            self.node_size,
+        )
 
     # -- what is kept between steps
 
     def residuals(self) -> ResidualState:
         """Return a copy of the residuals of this rank, by number of the tensor: Keras' names are not stable."""
-        assert self.buckets is not None
         if self.buckets.under_way:
             raise UnsupportedUse("residuals can be saved between two steps only")
         return self.buckets.residuals().renamed(_number_of)
 
     def check_fits(self, state: ResidualState) -> None:
         """See `OptimizerExchange.check_fits`."""
-        assert self.buckets is not None
         self.buckets.check_fits(self._named(state))
 
     def load(self, state: ResidualState) -> None:
         """Go on from a state of `residuals`; without momentum in it, the optimizer's slots are taken over."""
-        assert self.buckets is not None and self.holder is not None
         self.buckets.load(self._named(state))
         if left := len(self.buckets.dense_residuals):
             self.buckets.dense_residuals.clear()
@@ -157,29 +202,26 @@ class HostSteps:
                     "dgc_horovod: the residuals of %d small tensors are dropped: these are sent without a residual now",
                     left,
                 )
-        self.holder.in_slots = not (state.second or any(MOMENTUM in arrays for arrays in state.tensors.values()))
+        self.in_slots = not (state.second or any(MOMENTUM in arrays for arrays in state.tensors.values()))
 
     def _named(self, state: ResidualState) -> ResidualState:
         """Return `state` with the names of buckets in place of numbers."""
-        assert self.buckets is not None
-        names = {_number_of(name): name for name in self.buckets.numel}
+        names = {_number_of(name): name for name in self.names}
         return state.renamed(lambda number: names.get(number, number))
 
     def renew(self) -> None:
         """Make the same buckets anew for the present number of ranks, with empty residuals."""
         self.collectives.renew()
-        if self.holder is not None:
-            self.buckets = self.holder.buckets = self._make()
-            self.counts = self.buckets.counts
-            for run, engine in zip(self.runs, self.buckets.engines, strict=True):
-                run.engine = engine
-
-    def take_over_again(self) -> None:
-        """Take over the optimizer's slots at the next step: they hold the momentum."""
-        if self.holder is not None:
-            self.holder.in_slots = True
+        self.buckets = self._made(self.names)
+        self.counts = self.buckets.counts
+        for run, engine in zip(self.runs, self.buckets.engines, strict=True):
+            run.engine = engine
 
     # -- a step, in this order
+
+    def check(self) -> None:
+        """See `HostCalls`."""
+        self.buckets.density()
 
     def start(self, iterations: np.ndarray) -> list[Any]:
         """Begin a step; return `iterations`, whether the optimizer's slots are to be taken over, the number of steps
@@ -187,26 +229,23 @@ class HostSteps:
 
         An unfinished step before this one (an error in the graph) is rolled back.
         """
-        buckets, self._iterations, fresh = self.buckets, int(iterations), False
-        if buckets is not None and self.holder is not None:
-            self._check_ranks()
-            buckets.begin()
-            if buckets.config.exchanges_weights:
-                buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
-            self._ownership.step_begins(self.holder, self._iterations)
-            self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
-            if not self._dense:  # also for tensors of other workers of the node
-                buckets.accumulations = self.update.entering(buckets)
-            fresh = self.holder.begins(self._dense)
-        steps = buckets.steps if buckets is not None else 0
-        return [np.int64(self._iterations), np.bool_(fresh), np.int64(steps), np.bool_(self._dense)]
+        buckets, self._iterations = self.buckets, int(iterations)
+        self._check_ranks()
+        buckets.begin()
+        if buckets.config.exchanges_weights:
+            buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
+        self._ownership.step_begins(self, self._iterations)
+        self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
+        if not self._dense:  # also for tensors of other workers of the node
+            buckets.accumulations = self.update.entering(buckets)
+        fresh = self.begins(self._dense)
+        return [np.int64(self._iterations), np.bool_(fresh), np.int64(buckets.steps), np.bool_(self._dense)]
 
     def start_as_stock(self, iterations: np.ndarray) -> None:
         """Begin a step of the user's own optimizer."""
-        assert self.buckets is not None and self.holder is not None
         if self.buckets.under_way:
             self.buckets.rollback()
-        self._ownership.step_begins(self.holder, int(iterations))
+        self._ownership.step_begins(self, int(iterations))
 
     def _check_ranks(self) -> None:
         """Raise UnsupportedUse if an elastic job has other ranks now, and nothing has called `renew`."""
@@ -225,23 +264,21 @@ class HostSteps:
             rate: learning rate, a scalar.
             slots: values of all slots, variable by variable.
         """
-        assert self.buckets is not None
         rest = [slot.reshape(-1).astype(np.float32, copy=False) for slot in slots]
         factor = 1 if self.buckets.averages else self.buckets.workers
         for i, count in counts:
             mine, rest = rest[:count], rest[count:]
             if mine:
-                self.update.take_over(self.buckets, self._names[i], mine, float(rate) * factor, self._iterations)
+                self.update.take_over(self.buckets, self.names[i], mine, float(rate) * factor, self._iterations)
         return [np.bool_(True)]
 
-    def compress(self, run: BucketRun, _: Array, *gradients: Array) -> list[Array]:
-        """Compress a bucket's gradients; return the message of its first round, as `BucketRun.triple`."""
-        self._add_gradients(run, gradients)
-        return self._message(run, 1.0)
+    def compress(self, index: int, _: Array, *gradients: Array) -> list[Array]:
+        """Compress the gradients of bucket `index`; return the message of its first round, as `BucketRun.triple`."""
+        self._add_gradients(self.runs[index], gradients)
+        return self._message(self.runs[index], 1.0)
 
     def compress_clipped(self, _: Array, *gradients: Array) -> list[Array]:
         """Compress all buckets at once, clipped; return also the factor that clips the other gradients."""
-        assert self.buckets is not None
         rest = list(gradients)
         for run in self.runs:
             self._add_gradients(run, [rest.pop(0) for _ in run.members], whole=True)
@@ -251,7 +288,6 @@ class HostSteps:
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Array], whole: bool = False) -> None:
-        assert self.buckets is not None
         if self.node_size > 1:
             gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.node_size - 1)
@@ -259,24 +295,18 @@ class HostSteps:
         for i, gradient in enumerate(gradients):
             self.buckets.add_gradient(run.engine, i, gradient)
 
-    def name_of(self, i: int) -> str:
-        """Return the name of variable `i` in `buckets`."""
-        return self._names[i]
-
     def second_message(self, _: np.ndarray) -> list[Any]:
         """Return this rank's part of Adam's second moment at this step, for a sum; of equal length on every rank."""
-        message = None if self.buckets is None else self.buckets.adam.message()
+        message = self.buckets.adam.message()
         return [np.empty(0, np.float32) if message is None else message]
 
     def second_of(self, run: BucketRun) -> np.ndarray:
         """Return Adam's second moment of the variables of a bucket, flat; the same on every rank."""
-        assert self.buckets is not None
         return np.concatenate([self.buckets.second[segment.name].square() for segment in run.engine.whole.segments])
 
     def keep(self, i: int, arrays: Arrays) -> None:
         """Store the state of variable `i` from whole arrays, of which this rank keeps its slice."""
-        assert self.buckets is not None
-        self.buckets.keep(self._names[i], arrays)
+        self.buckets.keep(self.names[i], arrays)
 
     def arm(self, started: np.ndarray | int) -> list[Any]:
         """Start the clock of DGC_TIMEOUT for the other ranks; returns `started`."""
@@ -284,19 +314,18 @@ class HostSteps:
         return [np.int64(started)]
 
     def _message(self, run: BucketRun, clip: float) -> list[Any]:
-        assert self.buckets is not None
         message = self.buckets.compress(run.engine, clip)
         self.arm(0)
         self._idle_since = time.perf_counter()
         return run.triple(0, message.payload)
 
-    def next_round(self, run: BucketRun, number: int, data: Array, floats: Array) -> list[Array]:
+    def next_round(self, index: int, number: int, data: Array, floats: Array) -> list[Array]:
         """Return the message of round `number` of a bucket's exchange, given the result of the round before."""
-        return run.triple(number, self._receive(run, data, floats))
+        return self.runs[index].triple(number, self._receive(self.runs[index], data, floats))
 
-    def decode(self, run: BucketRun, data: Array, floats: Array) -> list[Array]:
+    def decode(self, index: int, data: Array, floats: Array) -> list[Array]:
         """Return the updates of a bucket from the result of the last round, and whether they are finite."""
-        assert self.buckets is not None
+        run = self.runs[index]
         self._receive(run, data, floats)
         updates = run.new_updates()
         for i, update in enumerate(updates):
@@ -308,7 +337,6 @@ class HostSteps:
         return [*updates, np.bool_(finite)]
 
     def _receive(self, run: BucketRun, data: Array, floats: Array) -> np.ndarray | None:
-        assert self.buckets is not None
         data, floats = run.kernels.to_host(data), run.kernels.to_host(floats)
         if not (data.size or floats.size):  # at this density there is no such round
             return None
@@ -327,23 +355,24 @@ class HostSteps:
             flags: whether each part is finite, those of the dense path first.
         """
         finite = all(flags)
-        self.collectives.watch.disarm()
-        self.collectives.traffic.count_allreduce(dense_bytes, self.collectives.workers)
-        if self.buckets is not None:
-            if second.size:
-                self.buckets.adam.receive(second)
-            self.buckets.end(all(flags[dense_parts:]), all(flags[:dense_parts]))
-            if not finite:
-                if self._dense:
-                    self.buckets.drop_residuals()
-                self._tell_skipped(self.buckets)
-        else:
-            self.counts.end_step()
+        self.received_dense(dense_bytes)
+        if second.size:
+            self.buckets.adam.receive(second)
+        self.buckets.end(all(flags[dense_parts:]), all(flags[:dense_parts]))
+        if not finite:
+            if self._dense:
+                self.buckets.drop_residuals()
+            self._tell_skipped()
         return [np.bool_(finite)]
 
-    def _tell_skipped(self, buckets: OptimizerExchange) -> None:
-        stop_if_skipped(buckets)
-        key, text = of_skipped(buckets)
+    def count_alone(self, passes: int, calls: np.ndarray) -> list[Any]:
+        """Count the local steps of a round, of `passes` calls each; the last one is counted with the exchange."""
+        self.counts.steps_alone += max(0, int(calls) // passes - 1)
+        return [np.int64(calls)]
+
+    def _tell_skipped(self) -> None:
+        stop_if_skipped(self.buckets)
+        key, text = of_skipped(self.buckets)
         if key not in self._told and self.collectives.rank == 0:
             self._told.add(key)
             _log.warning("dgc_horovod: %s%s", text, OF_A_TAPE if self.update.is_tapes else "")

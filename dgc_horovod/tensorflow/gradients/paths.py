@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -22,7 +21,7 @@ from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.gradients.host_calls import Blocks
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, combined
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, combined
 from dgc_horovod.wire.bucket import PADDING
 
 _HOROVOD_CANNOT = {tf.bfloat16: tf.float32}
@@ -35,14 +34,14 @@ class DensePath:
         collectives: transport of that optimizer or tape.
         settings: Horovod's arguments.
         compression: Horovod's ``Compression.none`` or ``Compression.fp16``.
-        groups: group of each gradient by its index, -1 for none; a group is reduced as one operation.
+        sources: variables of the gradients; a group of them is reduced as one operation.
     """
 
     def __init__(
-        self, collectives: Collectives, settings: Settings, compression: type[Compressor], groups: Mapping[int, int]
+        self, collectives: Collectives, settings: Settings, compression: type[Compressor], sources: Sequence[Source]
     ) -> None:
         self._collectives, self._settings = collectives, settings
-        self._compression, self._groups = compression, groups
+        self._compression, self._groups = compression, settings.group_numbers(sources)
 
     def nbytes(self, gradients: Iterable[Gradient]) -> int:
         """Return the bytes of `gradients` when sent, by their static shapes; sparse ones are not counted."""
@@ -62,46 +61,36 @@ class DensePath:
         with tf.device(self._settings.device_sparse):
             results: dict[int, Gradient] = {i: self._gathered(g, i) for i, g in sparse.items()}
         with tf.device(self._settings.device_dense):
-            grouped: dict[int, list[int]] = {}
+            grouped: dict[int, dict[int, tf.Tensor]] = {}
             for i, g in dense.items():
-                group = self._groups.get(i, -1)
+                group = self._groups[i]
                 if group < 0:
                     results[i] = self._reduced(g, i)
                 else:
-                    grouped.setdefault(group, []).append(i)
+                    grouped.setdefault(group, {})[i] = g
             for group, members in grouped.items():
-                results.update(self._reduced_together(group, {i: dense[i] for i in members}))
+                results.update(self._reduced_together(group, members))
         return results
 
-    def _reduced(self, gradient: tf.Tensor, i: int) -> tf.Tensor:
-        sent, context = self._coded(gradient)
-        reduced = self._collectives.allreduce(sent, f"dense.{i}", self._settings.op, *self._settings.scales)
-        return tf.cast(self._compression.decompress(reduced, context), gradient.dtype)
+    def _coded(self, gradient: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        """Return the tensor that is sent for `gradient`, and the function that decodes the combined ones."""
+        fits = tf.cast(gradient, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype))
+        sent, context = self._compression.compress(fits)
+        return sent, lambda combined: tf.cast(self._compression.decompress(combined, context), gradient.dtype)
 
-    def _coded(self, gradient: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return self._compression.compress(tf.cast(gradient, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype)))
+    def _reduced(self, gradient: tf.Tensor, i: int) -> tf.Tensor:
+        sent, decoded = self._coded(gradient)
+        return decoded(self._collectives.allreduce(sent, f"dense.{i}", self._settings.op, *self._settings.scales))
 
     def _reduced_together(self, group: int, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        coded = {i: self._coded(gradient) for i, gradient in gradients.items()}
-        before, after = self._settings.scales
-        reduced = hvd.grouped_allreduce(
-            [sent for sent, _ in coded.values()],
-            name=self._collectives.full_name(f"dense.group.{group}"),
-            op=self._settings.op,
-            prescale_factor=before,
-            postscale_factor=after,
-            process_set=self._collectives.process_set,
-            ignore_name_scope=True,
-        )
-        return {
-            i: tf.cast(self._compression.decompress(tensor, coded[i][1]), gradients[i].dtype)
-            for i, tensor in zip(gradients, reduced, strict=True)
-        }
+        coded = [self._coded(gradient) for gradient in gradients.values()]
+        sent, name = [tensor for tensor, _ in coded], f"dense.group.{group}"
+        reduced = self._collectives.allreduce_together(sent, name, self._settings.op, *self._settings.scales)
+        return {i: decoded(tensor) for i, (_, decoded), tensor in zip(gradients, coded, reduced, strict=True)}
 
     def _gathered(self, gradient: tf.IndexedSlices, i: int) -> tf.IndexedSlices:
-        values, context = self._coded(gradient.values)
-        values = self._compression.decompress(self._collectives.allgather(values, f"rows.{i}"), context)
-        values = tf.cast(values, gradient.dtype)
+        sent, decoded = self._coded(gradient.values)
+        values = decoded(self._collectives.allgather(sent, f"rows.{i}"))
         if self._settings.averages:
             values = values / self._collectives.size(gradient.dtype)
         # a rank without a gradient sends int64, and all ranks must send the same dtype
@@ -114,13 +103,21 @@ _Form = tuple[str, str, str] | None
 _NO_BYTES, _NO_FLOATS = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 
-@dataclass(eq=False)
 class BucketRun:
-    """A bucket, the indices of its tensors in the list of gradients, and memory for its updates."""
+    """A bucket in a graph.
 
-    engine: BucketEngine
-    members: tuple[int, ...]
-    blocks: Blocks
+    Args:
+        engine: its engine, replaced when the ranks change.
+        members: indices of its tensors in the list of gradients.
+
+    Attributes:
+        index: its place among the buckets.
+        blocks: memory for its updates.
+    """
+
+    def __init__(self, engine: BucketEngine, members: tuple[int, ...]) -> None:
+        self.engine, self.members, self.index = engine, members, engine.bucket.index
+        self.blocks = Blocks([segment.numel for segment in engine.whole.segments])
 
     @property
     def kernels(self) -> Kernels:
@@ -177,18 +174,15 @@ class BucketRun:
         """Run round `number`; return a vector of bytes and one of floats, at most one of them not empty."""
         which, data, floats = triple
 
-        def branch(collective: Round | None) -> Callable[[], list[tf.Tensor]]:
-            def carry() -> list[tf.Tensor]:
-                no_bytes, no_floats = tf.zeros([0], tf.uint8), tf.zeros([0], tf.float32)
-                if collective is None:
-                    return [no_bytes, no_floats]
-                if collective.dtype == "uint8":
-                    return [start(transports, collective, data, self.engine.bucket.name), no_floats]
-                return [no_bytes, start(transports, collective, floats, self.engine.bucket.name)]
+        def carry(collective: Round | None) -> list[tf.Tensor]:
+            no_bytes, no_floats = tf.zeros([0], tf.uint8), tf.zeros([0], tf.float32)
+            if collective is None:
+                return [no_bytes, no_floats]
+            if collective.dtype == "uint8":
+                return [start(transports, collective, data, self.engine.bucket.name), no_floats]
+            return [no_bytes, start(transports, collective, floats, self.engine.bucket.name)]
 
-            return carry
-
-        branches = [branch(collective) for collective in self.alternatives[number].values()]
+        branches = [partial(carry, collective) for collective in self.alternatives[number].values()]
         return branches[0]() if len(branches) == 1 else tf.switch_case(which, branches)
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.session import replicas
 from dgc_horovod.tensorflow.broadcast import assign_from
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import Source, native, numel_of
+from dgc_horovod.tensorflow.wrapping.variables import native
+
+if TYPE_CHECKING:
+    from dgc_horovod.tensorflow.gradients.exchange import StepInputs
 
 
 class WeightsWatch:
@@ -29,17 +30,15 @@ class WeightsWatch:
     applied, since Keras applies the one before by itself.
 
     Args:
-        sources: variables of the exchange, in its order.
-        steps: its steps on this rank.
+        steps: steps of the exchange on this rank.
     """
 
-    def __init__(self, sources: Sequence[Source], steps: HostSteps) -> None:
-        self._names, self._steps = [source.name for source in sources], steps
+    def __init__(self, steps: HostSteps) -> None:
+        self._names, self._steps = [source.name for source in steps.sources], steps
         self._looks, self._seen = LOOKS if steps.update.unknown else 0, 0
 
     def due(self) -> bool:
         """Whether the weights after the step before are checked even if all gradients are finite."""
-        assert self._steps.buckets is not None
         counts, seen = self._steps.buckets.counts, self._seen
         self._seen = counts.steps - counts.skipped
         is_due = self._looks > 0 and self._seen > seen and counts.density_now < 1
@@ -54,15 +53,12 @@ class WeightsWatch:
             flags: whether each part of the exchanged update is finite.
             weights: variables, one for each of the sources.
         """
-        assert self._steps.buckets is not None
-        due.set_shape([])
         if self._steps.buckets.config.exchanges_weights or not weights:  # weights are exchanged: not checked here
             return due
 
         def look() -> tf.Tensor:
             sound = tf.stack([tf.reduce_all(tf.math.is_finite(weight)) for weight in weights])
-            (looked,) = host_call(self._steps.noting(self._judge), [due, sound], [tf.bool])
-            looked.set_shape([])
+            (looked,) = self._steps.call(self._judge, [due, sound], [tf.bool])
             return looked
 
         done: tf.Tensor = tf.cond(tf.reduce_all(flags) & ~due, lambda: tf.constant(False), look)
@@ -70,7 +66,6 @@ class WeightsWatch:
 
     def _judge(self, due: np.ndarray, sound: np.ndarray) -> list[Any]:
         """Raise NotFinite if the optimizer made such weights; on every rank, as they are the same."""
-        assert self._steps.buckets is not None
         buckets, update = self._steps.buckets, self._steps.update
         name = next((name for name, is_sound in zip(self._names, sound, strict=True) if not is_sound), "")
         if due and name:
@@ -86,53 +81,37 @@ class Replicas:
     """Comparison of the weights of one exchange, see `ReplicaCheck`.
 
     Args:
-        sources: variables of the exchange, in its order.
-        config: compression settings.
-        steps: its steps on this rank.
+        steps: steps of the exchange on this rank.
     """
 
-    def __init__(self, sources: Sequence[Source], config: DGCConfig, steps: HostSteps) -> None:
-        self._steps, self._noting = steps, steps.noting
-        self._names = [source.name for source in sources]
+    def __init__(self, steps: HostSteps) -> None:
+        self._steps, self._names = steps, [source.name for source in steps.sources]
         self._collectives = steps.collectives
-        sizes = [numel_of([source]) * tf.as_dtype(source.dtype).size for source in sources]
-        self._check = replicas.ReplicaCheck(sizes, config, steps.collectives)
+        sizes = [source.numel * tf.as_dtype(source.dtype).size for source in steps.sources]
+        self._check = replicas.ReplicaCheck(sizes, steps.config, steps.collectives)
         self.due = self._check.due  # of the number of steps before
 
-    def __call__(
-        self, part: tf.Tensor, step: tf.Tensor, rate: tf.Tensor, weights: Sequence[Any], everything: Sequence[Any]
-    ) -> tf.Tensor:
+    def __call__(self, part: tf.Tensor, step: tf.Tensor, inputs: StepInputs) -> tf.Tensor:
         """Compare `part`, if there is one; return a tensor that the step must depend on.
 
         Args:
             part: index of the part, from `due`; -1: none.
             step: number of steps finished.
-            rate: learning rate, a float32 scalar.
-            weights: variables, one for each of the sources.
-            everything: variables set to the first rank's values where weights differ: `weights`, and the optimizer's.
+            inputs: inputs of the exchange: where weights differ, `everything` is set to the first rank's values.
         """
-        branches = [
-            lambda: tf.constant(True),
-            *(self._compared(i, step, rate, weights) for i in range(len(self._check.parts))),
-        ]
-        same = tf.switch_case(part + 1, branches)
+        compared = [partial(self._compared, i, step, inputs) for i in range(len(self._check.parts))]
+        same = tf.switch_case(part + 1, [lambda: tf.constant(True), *compared])
         if self._check.stops:
             return same
-        return tf.cond(same, lambda: tf.constant(True), lambda: self._set_right(everything))
+        return tf.cond(same, lambda: tf.constant(True), lambda: self._set_right(inputs.everything))
 
-    def _compared(
-        self, part: int, step: tf.Tensor, rate: tf.Tensor, weights: Sequence[tf.Variable]
-    ) -> Callable[[], tf.Tensor]:
-        def compared() -> tf.Tensor:
-            values = [tf.reshape(tf.bitcast(_plain(weights[i]), tf.uint8), [-1]) for i in self._check.parts[part]]
-            (own,) = host_call(self._noting(self._record), [step, rate, *values], [tf.uint8])
-            theirs = self._collectives.allgather(own, "replicas")
-            judge = self._noting(functools.partial(self._judge, part))
-            (same,) = host_call(judge, [step, theirs], [tf.bool])
-            same.set_shape([])
-            return same
-
-        return compared
+    def _compared(self, part: int, step: tf.Tensor, inputs: StepInputs) -> tf.Tensor:
+        weights = [_plain(inputs.weights[i]) for i in self._check.parts[part]]
+        values = [tf.reshape(tf.bitcast(weight, tf.uint8), [-1]) for weight in weights]
+        (own,) = self._steps.call(self._record, [step, inputs.rate, *values], [tf.uint8])
+        theirs = self._collectives.allgather(own, "replicas")
+        (same,) = self._steps.call(self._judge, [step, theirs], [tf.bool], part)
+        return same
 
     def _record(self, step: np.ndarray, rate: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
         """Return this rank's record: the learning rate, the step and a checksum of each tensor."""
@@ -152,24 +131,24 @@ class Replicas:
         found = replicas.compared(int(step), names, records[:, 1:].tolist())
         self._check.note(part, int(step), found is None)
         if found is not None:
-            rates = np.ascontiguousarray(records[:, 0]).view(np.float32)
-            alike_after = self._check.alike_after.get(part, 0)
-            told = [replicas.Circumstances({"learning rate": str(each)}, alike_after=alike_after) for each in rates]
-            for each in told if self._check.own_options else ():
-                each.options.clear()
-            self._check.stop_or_tell(found, told)
+            rates, alike_after = (
+                np.ascontiguousarray(records[:, 0]).view(np.float32),
+                self._check.alike_after.get(part, 0),
+            )
+            options = [{} if self._check.own_options else {"learning rate": str(rate)} for rate in rates]
+            self._check.stop_or_tell(found, [replicas.Circumstances(each, alike_after=alike_after) for each in options])
         return [np.bool_(found is None)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:
-        process_set, first = self._collectives.process_set, self._collectives.first_rank
+        process_set, first = self._collectives.process_set, self._collectives.global_rank(0)
         name = self._collectives.full_name("replicas")
 
         def assigned(armed: tf.Tensor) -> Any:
             set_right = assign_from(everything, first, process_set, name)
             if self._steps.update.arithmetic.dense_is_stock:
-                (own,) = host_call(self._noting(self._second), [armed], [tf.float64])
+                (own,) = self._steps.call(self._second, [armed], [tf.float64])
                 theirs = self._collectives.broadcast(own, "replicas.second")
-                set_right += host_call(self._noting(self._take_second), [theirs], [tf.bool])
+                set_right += self._steps.call(self._take_second, [theirs], [tf.bool])
             with tf.control_dependencies(set_right):
                 return tf.constant(True)
 
@@ -177,11 +156,9 @@ class Replicas:
         return done
 
     def _second(self, _: np.ndarray) -> list[Any]:
-        assert self._steps.buckets is not None
         return [self._steps.buckets.second.packed()]
 
     def _take_second(self, theirs: np.ndarray) -> list[Any]:
-        assert self._steps.buckets is not None
         self._steps.buckets.second.unpack(theirs)
         return [np.bool_(True)]
 

@@ -100,7 +100,7 @@ class _Watcher:
                 self._thread.start()
 
     def wait_for_shutdown(self) -> None:
-        """See the function of this name."""
+        """Wait for the end of a shutdown after a timeout, if there is one."""
         if self._ending and self._thread is not None and not leaving.has_given_up.is_set():
             self._thread.join(_SHUTDOWN_LASTS)
 
@@ -133,11 +133,7 @@ class _Watcher:
 
 
 _watcher = _Watcher()
-
-
-def wait_for_shutdown() -> None:
-    """Wait for the end of a shutdown after a timeout, if there is one."""
-    _watcher.wait_for_shutdown()
+wait_for_shutdown = _watcher.wait_for_shutdown
 
 
 class Collectives:
@@ -164,14 +160,17 @@ class Collectives:
         self.watch.disarm()
         self.watch = Watch(self.process_set)
 
-    @property
-    def first_rank(self) -> int:
-        """The first rank of the set, in Horovod's numbers of all ranks."""
-        return self.process_set.ranks[0] if self.process_set.ranks else 0
+    def global_rank(self, rank: int) -> int:
+        """Return Horovod's number of rank `rank` of the set."""
+        return int(self.process_set.ranks[rank]) if self.process_set.ranks else rank
 
     def full_name(self, name: str) -> str:
         """Return Horovod's name of the collective `name`."""
         return f"dgc.{self.tag}.{name}"
+
+    def arm(self, name: str) -> None:
+        """Start the clock for the collective `name`, to which this rank has contributed its part."""
+        self.watch.arm(self.full_name(name))
 
     def size(self, dtype: tf.DType) -> tf.Tensor:
         """Return N as a tensor; in an elastic job it is read when the graph runs."""
@@ -181,38 +180,34 @@ class Collectives:
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the concatenated tensors of all ranks, in rank order."""
-        if self.alone:
-            return tensor
-        return hvd.allgather(tensor, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
+        return self._run(hvd.allgather, tensor, name)
 
     def alltoall(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send part i of N equal ones to rank i; return the received parts, in rank order."""
-        if self.alone:
-            return tensor
-        return hvd.alltoall(tensor, name=self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
+        return self._run(hvd.alltoall, tensor, name)
 
     def allreduce(
         self, tensor: tf.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
     ) -> tf.Tensor:
         """Return the sum or average over the ranks."""
-        if self.alone:
-            return tensor
-        return hvd.allreduce(
-            tensor,
-            name=self.full_name(name),
-            op=op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            process_set=self.process_set,
-            ignore_name_scope=True,
-        )
+        return self._run(hvd.allreduce, tensor, name, op=op, prescale_factor=prescale, postscale_factor=postscale)
+
+    def allreduce_together(
+        self, tensors: list[tf.Tensor], name: str, op: int, prescale: float, postscale: float
+    ) -> list[tf.Tensor]:
+        """Return the sums or averages over the ranks, which are reduced as one operation."""
+        scales = {"prescale_factor": prescale, "postscale_factor": postscale}
+        return self._run(hvd.grouped_allreduce, tensors, name, op=op, **scales)
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
         """Return the tensor of rank `root` of the set."""
+        return self._run(hvd.broadcast, tensor, name, root_rank=self.global_rank(root))
+
+    def _run(self, operation: Callable[..., Any], tensor: Any, name: str, **more: Any) -> Any:
         if self.alone:
             return tensor
-        first = self.process_set.ranks[root] if self.process_set.ranks else root
-        return hvd.broadcast(tensor, first, self.full_name(name), ignore_name_scope=True, process_set=self.process_set)
+        name = self.full_name(name)
+        return operation(tensor, name=name, ignore_name_scope=True, process_set=self.process_set, **more)
 
     def wait(self, pending: tf.Tensor) -> tf.Tensor:
         """Return the result itself: TensorFlow waits when it is used, and `watch` has the deadline."""
@@ -229,7 +224,7 @@ class Collectives:
         """
 
         def arm() -> list[Any]:
-            self.watch.arm(self.full_name(name))
+            self.arm(name)
             return [np.int32(0)]
 
         def disarm(_: np.ndarray) -> list[Any]:

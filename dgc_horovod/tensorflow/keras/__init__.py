@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.files import AnyPath
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.tensorflow import optimizer as _optimizer
 from dgc_horovod.tensorflow.broadcast import broadcast_variables
 from dgc_horovod.tensorflow.keras import callbacks, elastic
-from dgc_horovod.tensorflow.keras.loading import load_model
 from dgc_horovod.tensorflow.state import load_checkpoint, save_checkpoint
 from dgc_horovod.tensorflow.wrapping.settings import Compression
 
@@ -47,19 +48,36 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     scale_local_gradients: bool = True,
 ) -> Any:
     """``dgc_horovod.tensorflow.DistributedOptimizer`` with the signature of ``horovod.tensorflow.keras``."""
-    return _optimizer.DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return _optimizer.DistributedOptimizer(**locals())  # the same names in another order
+
+
+def load_model(
+    filepath: AnyPath,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: object = Compression.none,
+    legacy_opts: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Load a model that Keras has saved, and make its optimizer distributed.
+
+    Weights and the optimizer's variables are those of the file; u and v, which are each rank's own and not in the file,
+    start from zero, and the momentum of the file is taken over.
+
+    Args:
+        filepath: path of the saved model.
+        custom_optimizers: classes of optimizers that Keras does not know.
+        custom_objects: objects by name, see ``keras.models.load_model``.
+        compression: compression of the optimizer, see ``DistributedOptimizer``.
+        legacy_opts: without effect, for compatibility; Keras 3 has no legacy optimizers.
+        arguments: other arguments of ``DistributedOptimizer``: op, backward_passes_per_step, ...; no file has them.
+
+    Returns:
+        The model, compiled if it was saved so.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None and not _optimizer.is_distributed(model.optimizer):
+        model.optimizer = _optimizer.DistributedOptimizer(model.optimizer, compression=compression, **arguments)
+        _optimizer.set_right(model)
+    return model

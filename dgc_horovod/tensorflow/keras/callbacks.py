@@ -228,11 +228,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         has_rate = isinstance(optimizer, keras.optimizers.SGD)  # in its velocity
         if self.momentum_correction and old and new != old and has_rate and getattr(optimizer, "momentums", None):
             session = session_of(optimizer)
-            ours = (
-                session.distribution.in_engines
-                if session and session.distribution.update.arithmetic.is_split
-                else set()
-            )
+            ours = session.distribution.in_engines if session else set()
             for variable, velocity in zip(optimizer._trainable_variables, optimizer.momentums, strict=True):
                 if key_of(variable) not in ours:
                     velocity.assign(velocity * (new / old))

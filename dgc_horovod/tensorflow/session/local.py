@@ -18,9 +18,9 @@ from dgc_horovod.notices import clips_alone, leave_out
 from dgc_horovod.stats import ExchangeStats
 from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, shared_variables, values_of
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
-from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
+from dgc_horovod.tensorflow.gradients.exchange import GradientExchange, StepInputs
 from dgc_horovod.tensorflow.gradients.host_calls import host_call
-from dgc_horovod.tensorflow.session.session import Own, Strategy
+from dgc_horovod.tensorflow.session.session import Own, Session, Strategy
 from dgc_horovod.tensorflow.state import passes_of
 from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite, is_frozen, key_of, mapped, native
 
@@ -36,6 +36,13 @@ class LocalSteps(Strategy):
     _rounds: LocalRounds | None = None
     _exchange: GradientExchange | None = None
 
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        config = session.distribution.settings.config
+        assert config is not None and config.local_steps is not None
+        self._config, self._steps = config, config.local_steps
+        self._means: list[tf.Variable] = []  # of `_seconds`, at the last exchange
+
     def apply(self, grads: list[Gradient], variables: list[Any], own: Own) -> None:
         """See `Strategy`; on this rank alone, then the exchange at the end of a round."""
         session, optimizer = self.session, self.session.optimizer
@@ -44,15 +51,14 @@ class LocalSteps(Strategy):
                 optimizer.build(variables)
         if not self.rounds.variables:  # no variable is exchanged
             return own(grads, variables)
-        exchange, config = self._agreed(), session.distribution.settings.config
-        assert config is not None and config.local_steps is not None
+        exchange = self._agreed()
         trained = {key_of(variable) for variable in variables}
         session.distribution.let_go_of_frozen(trained)
         self.rounds.begin(trained)
-        if config.on_nonfinite == "skip":
+        if self._config.on_nonfinite == "skip":
             grads = _finite_or_zero(grads, variables, exchange.steps.counts)
         own(grads, variables)
-        every = config.local_steps * passes_of(optimizer)
+        every = self._steps * passes_of(optimizer)
         tf.cond(tf.equal(native(optimizer._iterations) % every, 0), self._end_round, lambda: tf.constant(False))
         return None
 
@@ -61,11 +67,11 @@ class LocalSteps(Strategy):
         if self._exchange is None:
             optimizer = self.session.optimizer
             agreed = self.session.distribution.variable_set(self.rounds.variables, self.rounds.weights).exchange
-            assert agreed is not None
+            assert isinstance(agreed, GradientExchange)
             self._exchange, counts, clips = agreed, agreed.steps.counts, clipping_of(optimizer)
-            self.rounds.tell_of_pending(counts, passes_of(optimizer))
-            assert self.session.distribution.settings.config is not None
-            at_end.watch(hvd.rank(), self.session.distribution.settings.config)
+            calls, passes = self.rounds.calls, passes_of(optimizer)  # alone: the others may be deleted by then
+            counts.count_pending = lambda: int(calls.numpy()) // passes
+            at_end.watch(hvd.rank(), self._config)
             if clips is not None:
                 self.session.tell_once("clipping", clips_alone("the optimizer", clips[1], counts.workers))
         return self._exchange
@@ -74,18 +80,45 @@ class LocalSteps(Strategy):
     def rounds(self) -> LocalRounds:
         """The rounds of all variables that the optimizer was built with, also of those that a step does not change."""
         if self._rounds is None:
-            session, config = self.session, self.session.distribution.settings.config
-            assert config is not None
-            built = session.optimizer._trainable_variables
-            self._rounds = LocalRounds([each for each in built if key_of(each) not in session.local], config)
+            built, local = self.session.optimizer._trainable_variables, self.session.local
+            self._rounds = LocalRounds([each for each in built if key_of(each) not in local], self._config)
         return self._rounds
 
     def _end_round(self) -> tf.Tensor:
-        optimizer = self.session.optimizer  # iterations counted before the last step, as at an exchange of gradients
-        seconds = [native(variable) for variable in getattr(optimizer, "_velocities", ())]  # of Adam and its like
-        passes = passes_of(optimizer)
-        self.rounds.exchange(self._agreed(), optimizer.iterations - 1, self.slots, seconds, passes)
+        """Make the weights equal on every rank; if a change was not finite, restore those before the round."""
+        rounds, exchange, optimizer, slots = self.rounds, self._agreed(), self.session.optimizer, self.slots
+        everything = [*rounds.anchors, *rounds.outer, *slots]
+        made = optimizer.iterations - 1  # before the last step, as at an exchange of gradients
+        found = exchange(rounds.changes(), StepInputs(made, 1.0, rounds.anchors, everything))
+        counted = exchange.steps.call(exchange.steps.count_alone, [rounds.calls], [tf.int64], passes_of(optimizer))
+
+        def apply() -> tf.Tensor:
+            rounds.apply(found.gradients)
+            for second, mean in self._seconds():
+                mean.assign(tf.reduce_mean(second))
+            return tf.constant(True)
+
+        def clean() -> tf.Tensor:
+            # One that is not finite would spoil the weights again. Adam's first moment is useless without the second,
+            # and with an empty one Adam, whose step count goes on, would take several times its step
+            sound = all_finite(slot for slot in slots if slot.dtype.is_floating)
+            for slot in slots:
+                slot.assign(tf.where(sound, slot, tf.zeros_like(slot)))
+            for second, mean in self._seconds():
+                second.assign(tf.where(sound, second, tf.fill(second.shape, mean)))
+            return tf.constant(False)
+
+        with tf.control_dependencies([*counted, tf.cond(found.finite, apply, clean)]):
+            rounds.end()
         return tf.constant(True)
+
+    def _seconds(self) -> list[tuple[tf.Variable, tf.Variable]]:
+        """Return the second moments of Adam and its like, each with its mean at the last exchange."""
+        seconds = [native(variable) for variable in getattr(self.session.optimizer, "_velocities", ())]
+        if len(self._means) != len(seconds):
+            with tf.init_scope():
+                self._means = [tf.Variable(tf.zeros((), second.dtype), trainable=False) for second in seconds]
+        return list(zip(seconds, self._means, strict=True))
 
     @property
     def slots(self) -> list[tf.Variable]:
@@ -181,7 +214,6 @@ class LocalRounds:
         self.variables, self.weights = list(variables), [native(variable) for variable in variables]
         self._rate, self._momentum = config.outer_rate, config.outer_momentum
         self._frozen: set[int] = set()
-        self._means: list[tf.Variable] = []  # of second moments, at the last exchange
         with tf.init_scope():
             self.calls = tf.Variable(0, trainable=False, dtype=tf.int64)
             self.fresh = tf.Variable(True, trainable=False)
@@ -198,11 +230,6 @@ class LocalRounds:
         self._remember()
         self.calls.assign_add(1)
 
-    def tell_of_pending(self, counts: ExchangeStats, passes: int) -> None:
-        """Let `counts` ask, at the end of the job, for the steps without an exchange; `passes`: calls for a step."""
-        calls = self.calls  # alone: the other objects may be deleted by then
-        counts.count_pending = lambda: int(calls.numpy()) // passes
-
     def _remember(self) -> None:
         def remember() -> tf.Tensor:
             for anchor, weight in zip(self.anchors, self.weights, strict=True):
@@ -212,69 +239,31 @@ class LocalRounds:
 
         tf.cond(self.fresh, remember, lambda: tf.constant(True))
 
-    def exchange(
-        self, exchange: GradientExchange, steps: tf.Tensor, slots: Sequence[Any], seconds: Sequence[Any], passes: int
-    ) -> None:
-        """Make the weights equal on every rank; if a change was not finite, restore those before the round.
-
-        Args:
-            exchange: exchange of the variables.
-            steps: number of steps that the optimizer had made before the last one.
-            slots: the inner optimizer's slots. If one is not finite, it would spoil the weights again: all are emptied
-                on that rank, because Adam's first moment is useless without the second.
-            seconds: the second moments among them. With empty ones Adam, whose step count goes on, would take several
-                times its step: each is set to its mean at the last exchange.
-            passes: calls of the optimizer for one step.
-        """
+    def changes(self) -> list[tf.Tensor]:
+        """Return the changes of the weights in this round; of frozen ones none."""
         self._remember()  # if weights were loaded and no step was made
         pairs = enumerate(zip(self.anchors, self.weights, strict=True))
-        changes = [tf.zeros_like(anchor) if i in self._frozen else anchor - weight for i, (anchor, weight) in pairs]
-        found = exchange(changes, steps, 1.0, self.anchors, [*self.anchors, *self.outer, *slots])
+        return [tf.zeros_like(anchor) if i in self._frozen else anchor - weight for i, (anchor, weight) in pairs]
 
-        def count(calls: np.ndarray) -> list[Any]:
-            exchange.steps.counts.steps_alone += max(0, int(calls) // passes - 1)
-            return [np.int64(calls)]
+    def apply(self, means: Sequence[tf.Tensor]) -> None:
+        """Step the anchor; `means`: mean of the ranks' changes, one for each variable."""
+        for i, (anchor, mean) in enumerate(zip(self.anchors, means, strict=True)):
+            step = tf.cast(mean, anchor.dtype)
+            if self.outer:
+                momentum = self.outer[i].assign(self._momentum * self.outer[i] + step)
+                step = step + self._momentum * momentum
+            if i not in self._frozen:
+                anchor.assign_sub(self._rate * step)
+            elif self.outer:
+                self.outer[i].assign(tf.zeros_like(momentum))
 
-        counted = host_call(exchange.steps.noting(count), [self.calls], [tf.int64])
-
-        def apply() -> tf.Tensor:
-            for i, (anchor, mean) in enumerate(zip(self.anchors, found.gradients, strict=True)):
-                self._apply(i, anchor, tf.cast(mean, anchor.dtype))
-            for second, mean in zip(seconds, self._means_of(seconds), strict=True):
-                mean.assign(tf.reduce_mean(second))
-            return tf.constant(True)
-
-        def clean() -> tf.Tensor:
-            sound = all_finite(slot for slot in slots if slot.dtype.is_floating)
-            for slot in slots:
-                slot.assign(tf.where(sound, slot, tf.zeros_like(slot)))
-            for second, mean in zip(seconds, self._means_of(seconds), strict=True):
-                second.assign(tf.where(sound, second, tf.fill(second.shape, mean)))
-            return tf.constant(False)
-
-        with tf.control_dependencies([*counted, tf.cond(found.finite, apply, clean)]):
-            for variable, anchor, weight in zip(self.variables, self.anchors, self.weights, strict=True):
-                weight.assign(anchor.read_value())
-                if variable.constraint is not None:
-                    variable.assign(variable.constraint(variable))
-            self.fresh.assign(True)
-            self.calls.assign(0)
-
-    def _means_of(self, seconds: Sequence[Any]) -> list[tf.Variable]:
-        if len(self._means) != len(seconds):
-            with tf.init_scope():
-                self._means = [tf.Variable(tf.zeros((), second.dtype), trainable=False) for second in seconds]
-        return self._means
-
-    def _apply(self, i: int, anchor: tf.Variable, step: tf.Tensor) -> None:
-        if self.outer:
-            momentum = self.outer[i].assign(self._momentum * self.outer[i] + step)
-            step = step + self._momentum * momentum
-        if i in self._frozen:
-            for momentum in self.outer[i : i + 1]:
-                momentum.assign(tf.zeros_like(momentum))
-        else:
-            anchor.assign_sub(self._rate * step)
+    def end(self) -> None:
+        """End the round: the weights are those of the anchor."""
+        for variable, anchor, weight in zip(self.variables, self.anchors, self.weights, strict=True):
+            weight.assign(anchor.read_value())
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Begin a round: all ranks have the weights of a checkpoint, or of a script."""

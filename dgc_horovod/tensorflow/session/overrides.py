@@ -121,8 +121,7 @@ class Overrides(Methods):
         self._dgc.application.decay(variables, super()._apply_weight_decay)
 
     def _backend_update_step(self, *arguments: object) -> None:
-        step = partial(super()._backend_update_step, *arguments)
-        self._dgc.application.update(step, super()._apply_weight_decay)
+        self._dgc.application.update(partial(super()._backend_update_step, *arguments))
 
     def update_step(self, gradient: Gradient, variable: keras.Variable, learning_rate: tf.Tensor) -> None:
         """Step as the optimizer does; ``w -= lr * mean(s)`` if its arithmetic was done before selection."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,8 +15,8 @@ from dgc_horovod.session import base
 from dgc_horovod.tensorflow.broadcast import shared_variables
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipped
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.wrapping.variable_set import VariableSet
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, is_frozen, key_of, native, scaled
+from dgc_horovod.tensorflow.gradients.exchange import Exchanged, StepInputs
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, VariableSet, is_frozen, key_of, native, scaled
 
 Own = Callable[..., Any]  # a method of the user's class of optimizer
 
@@ -31,7 +32,7 @@ class Application:
         """Decay the weights."""
         own(variables)
 
-    def update(self, step: Callable[[], None], decay: Own) -> None:
+    def update(self, step: Callable[[], None]) -> None:
         """Step the weights."""
         step()
 
@@ -80,11 +81,6 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         return bool(self.distribution.settings.process_set.rank() == 0)
 
     @property
-    def takes_part(self) -> bool:
-        """Whether this rank is in the process set."""
-        return self.distribution.takes_part
-
-    @property
     def iterations(self) -> int:
         """Number of steps that the optimizer has made, in eager mode."""
         return int(self.optimizer.iterations)
@@ -94,7 +90,7 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         grads = list(grads)
         given = None if trainable_variables is None else list(trainable_variables)
         known = self.optimizer._trainable_variables if given is None else given
-        if not self.takes_part or len(known) != len(grads) or not known:
+        if not self.distribution.takes_part or len(known) != len(grads) or not known:
             own(grads, given)
         else:
             self._check(known)
@@ -153,10 +149,9 @@ class ExchangedApplication(Application):
     def __init__(self, session: Session, variables: VariableSet, known: Sequence[Any]) -> None:
         self._session, self._variables, self._known = session, variables, known
         self.exchanged = False  # whether Keras' ``apply`` has reached the exchange
-        self._finite: tf.Tensor | None = None
-        self._dense: tf.Tensor | None = None
+        self._found = Exchanged([], None, None)
         self._split = False  # whether compressed variables are stepped by the exchanged sum alone
-        self._decayed: Sequence[Any] = ()
+        self._decay: Callable[[], None] = lambda: None
 
     def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
         """Exchange the gradients, before anything clips them."""
@@ -170,9 +165,7 @@ class ExchangedApplication(Application):
         for i in gradients:
             if variables.local[i]:
                 gradients[i] = scaled(gradients[i], settings.local_scale)
-            if (
-                not automatic or variables.local[i]
-            ):  # otherwise it depends on the branch of the step, see `AutomaticExchange`
+            if not automatic or variables.local[i]:  # else it depends on the step's branch, see `AutomaticExchange`
                 gradients[i] = clipped(gradients[i], optimizer, settings, variables.local[i])
         if variables.exchange is not None:
             active = [gradients[i] for i in variables.active]
@@ -180,9 +173,8 @@ class ExchangedApplication(Application):
             # with local weights, of the optimizer's variables only its iterations are the same on every rank
             shared = [optimizer.iterations] if any(variables.local) else shared_variables(optimizer)
             rate, everything = optimizer._get_current_learning_rate(), [*weights, *map(native, shared)]
-            exchanged = variables.exchange(active, optimizer.iterations, rate, weights, everything)
-            self._finite, self._dense = exchanged.finite, exchanged.dense
-            gradients.update(zip(variables.active, exchanged.gradients, strict=True))
+            self._found = variables.exchange(active, StepInputs(optimizer.iterations, rate, weights, everything))
+            gradients.update(zip(variables.active, self._found.gradients, strict=True))
         results = list(gradients.values())
         if settings.config is not None:
             return results
@@ -191,28 +183,27 @@ class ExchangedApplication(Application):
 
     def decay(self, variables: Sequence[Any], own: Own) -> None:
         """Decay the weights, under the condition of `update`."""
-        if self._finite is None:
-            own(variables)
-        else:
-            self._decayed = variables
+        self._decay = partial(own, variables)
+        if self._found.finite is None:
+            self._decay()
 
-    def update(self, step: Callable[[], None], decay: Own) -> None:
+    def update(self, step: Callable[[], None]) -> None:
         """Step if the exchanged update is finite, on every rank or on none."""
-        if self._finite is None:
+        if self._found.finite is None:
             return step()
 
         def update(split: bool) -> bool:
             self._split = split
-            decay(self._decayed)
+            self._decay()
             step()
             return True
 
         def either() -> Any:
-            if self._dense is None:
+            if self._found.dense is None:
                 return update(self._session.distribution.update.arithmetic.is_split)
-            return tf.cond(self._dense, lambda: update(False), lambda: update(True))
+            return tf.cond(self._found.dense, lambda: update(False), lambda: update(True))
 
-        return tf.cond(self._finite, either, lambda: False)
+        return tf.cond(self._found.finite, either, lambda: False)
 
     def is_split(self, variable: keras.Variable) -> bool:
         """See `Application`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
 from dgc_horovod.tensorflow.wrapping.variables import Key, Source, key_of
+
+_log = logging.getLogger("dgc_horovod")
 
 
 class DGCCompressor(ConfiguredCompressor, Compressor):
@@ -59,6 +63,13 @@ def refuse_own_methods(given: object, factory: str) -> None:
             f"calling the object from before {factory}, and gradients would not be exchanged. Set it on the result of "
             f"{factory}, around the method there; or define it in a class"
         )
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log `text` on rank 0, once a process."""
+    if hvd.rank() == 0:
+        _log.warning("dgc_horovod: %s", text)
 
 
 STOCK = "stock Horovod"
@@ -157,14 +168,11 @@ def make_settings(compression: object, num_groups: int, groups: object, **fields
     check_predivide(settings.gradient_predivide_factor, settings.averages)
     if not isinstance(settings.process_set, hvd.ProcessSet):
         raise ConfigError(f"process_set must be a hvd.ProcessSet, got {settings.process_set!r}; leave it out for all")
-    return _elastic(settings, config) if config is not None and envvars.horovod_elastic() else settings
-
-
-def _elastic(settings: Settings, config: DGCConfig) -> Settings:
-    """Return `settings` that do not depend on the number of ranks, which changes while graphs stay."""
+    if config is None or not envvars.horovod_elastic():
+        return settings
     if settings.process_set.process_set_id != 0:
         raise UnsupportedUse(NOT_ALL_RANKS)
-    if config.dense_values == "auto":
+    if config.dense_values == "auto":  # it depends on the number of ranks, which changes while graphs stay
         config = config.replace(dense_values="fp32")
     return dataclasses.replace(settings, config=config)
 

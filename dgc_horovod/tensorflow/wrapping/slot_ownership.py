@@ -1,7 +1,7 @@
 """The place of a variable's momentum, in an engine or in the optimizer's slots, and the detection of reloads.
 
-A state machine of one optimizer; docs/decisions/tensorflow.md has its diagram. It refers to engines only, never to its
-callers: u and v are freed with the optimizer at once.
+A state machine of one optimizer; docs/decisions/tensorflow.md has its diagram. Holders refer to it weakly: u and v are
+freed with the optimizer at once.
 """
 
 from __future__ import annotations

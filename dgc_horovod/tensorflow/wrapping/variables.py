@@ -1,15 +1,21 @@
-"""One view of Keras and TensorFlow variables, and their gradients."""
+"""One view of Keras and TensorFlow variables and their gradients, and the sets of them that are exchanged together."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
-from dgc_horovod.errors import ConfigError
+from dgc_horovod.config_check import Gatherer
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+
+if TYPE_CHECKING:
+    from dgc_horovod.tensorflow.gradients.exchange import Exchange
 
 Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 Key = tuple[Any, ...]
@@ -82,6 +88,11 @@ class Source:
     dtype: str
     cuda: str | None
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 def sources_of(variables: Iterable[Any]) -> tuple[Source, ...]:
     """A `Source` for each of `variables`."""
@@ -138,11 +149,68 @@ def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def numel_of(sources: Sequence[Source]) -> int:
-    """Return the number of elements of all sources."""
-    return sum(tf.TensorShape(source.shape).num_elements() or 0 for source in sources)
-
-
 def all_finite(tensors: Iterable[Any]) -> tf.Tensor:
     """Whether every element of floating-point tensors is finite. Cost: a read of each."""
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors])
+
+
+class VariableSet:
+    """Variables that are given to ``apply`` or ``gradient`` together, and the agreement of the ranks on them.
+
+    Args:
+        sources: variables, as the caller gives them.
+        kinds: kind of each gradient, over all ranks: "none", "sparse" or "dense".
+        local: whether each gradient is not exchanged.
+
+    Attributes:
+        given: indices of the variables that have a gradient on some rank.
+        active: indices of those that are not local.
+        exchange: exchange of those; None: there are none.
+    """
+
+    exchange: Exchange | None = None
+
+    def __init__(self, sources: Sequence[Source], kinds: Sequence[str], local: Sequence[bool]) -> None:
+        self.sources, self.kinds, self.local = list(sources), list(kinds), list(local)
+        self.given = [i for i, kind in enumerate(kinds) if kind != "none"]
+        self.active = [i for i in self.given if not local[i]]
+
+    @property
+    def compressed(self) -> set[Key]:
+        """Keys of the variables whose gradients are compressed."""
+        return set() if self.exchange is None else self.exchange.compressed
+
+    def completed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return `gradients` with zeros where this rank has none and another may have one."""
+        result = []
+        for source, kind, gradient in zip(self.sources, self.kinds, gradients, strict=True):
+            if kind == "none" and gradient is not None:
+                raise UnsupportedUse(
+                    f"{source.name!r} had a gradient on no rank at the first step, and has one now; the set of "
+                    "exchanged variables is fixed. Give every variable a gradient at the first step, or make a new "
+                    "DistributedOptimizer when one is unfrozen"
+                )
+            if kind != "none" and gradient is None:
+                gradient = zeros_for(source, kind)
+            if kind == "dense" and isinstance(gradient, tf.IndexedSlices):
+                gradient = tf.convert_to_tensor(gradient)
+            result.append(gradient)
+        return result
+
+
+def refuse_what_cannot_be_sent(source: Source) -> None:
+    """Raise UnsupportedUse or ConfigError for a variable that no exchange takes."""
+    if source.dtype.startswith("complex"):
+        raise UnsupportedUse(f"{source.name!r} is complex, which neither Horovod nor the compression can exchange")
+    if None in source.shape:
+        raise ConfigError(f"{source.name!r} has the shape {source.shape}; every dimension must be known")
+
+
+def common_kinds(collectives: Gatherer, kinds: list[str]) -> list[str]:
+    """Return for each source "none" if no rank has a gradient, "sparse" if all gradients are sparse, else "dense"."""
+    theirs = [json.loads(data) for data in collectives.gather_bytes(json.dumps(kinds).encode(), "kinds")]
+    common = []
+    for each in zip(*theirs, strict=True):
+        found = {kind for kind in each if kind != "none"}
+        common.append("none" if not found else "sparse" if found == {"sparse"} else "dense")
+    return common

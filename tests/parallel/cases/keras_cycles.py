@@ -29,7 +29,7 @@ def _compressions() -> dict[str, Callable[[], Any]]:
 def _parts(optimizer: Any, model: Any) -> list[weakref.ref[Any]]:
     """What is to go with an optimizer."""
     exchanges = session(optimizer).exchanges if hasattr(optimizer, "compression_stats") else []
-    runs = [run for exchange in exchanges for run in exchange.steps.runs]
+    runs = [run for exchange in exchanges for run in getattr(exchange.steps, "runs", ())]
     memory = [each for run in runs for each in (run.engine, run.blocks)]
     return [weakref.ref(each) for each in (optimizer, model, *exchanges, *memory)]
 
