@@ -26,7 +26,6 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.stats import bucket_stats, figures, total
 from dgc_horovod.tensorflow.auto import AutomaticExchange, for_a_choice
 from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange, StockExchange
-from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives, transports
@@ -133,12 +132,8 @@ class Distribution:
         if self._agreeing is None:
             process_set = self.settings.process_set
             self._agreeing = Collectives(process_set, unique_tag(f"scaling {process_set.process_set_id}"))
-        collectives, flag = self._agreeing, tf.cast(tf.logical_not(finite), tf.float32)
-
-        def reduced(armed: tf.Tensor) -> tf.Tensor:
-            return collectives.allreduce(behind(armed, flag), "finite")
-
-        return tf.equal(collectives.in_time("finite", [flag], reduced), 0.0)
+        overflows = self._agreeing.sum_in_time(tf.cast(tf.logical_not(finite), tf.float32), "finite")
+        return tf.equal(overflows, 0.0)
 
     def variable_set(
         self, variables: Sequence[Any], gradients: Sequence[Gradient], local: Collection[Key] = (), number: int = 0

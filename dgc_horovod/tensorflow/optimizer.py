@@ -31,22 +31,6 @@ from dgc_horovod.tensorflow.updates import Update, update_of
 from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
 
 
-def install(set_right: Callable[[keras.Model, bool], None]) -> None:
-    """Wrap ``Trainer.compile``, so that ``set_right(model, explicit)`` follows it.
-
-    Args:
-        set_right: function of the compiled model, and whether the user asked for XLA.
-    """
-    stock = Trainer.compile
-
-    @functools.wraps(stock)
-    def compile(self: Trainer, *args: object, **kwargs: object) -> None:
-        stock(self, *args, **kwargs)
-        set_right(self, kwargs.get("jit_compile") is True)
-
-    Trainer.compile = compile
-
-
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Optimizer,
     name: str | None = None,
@@ -128,7 +112,7 @@ def is_distributed(optimizer: object) -> bool:
 
 
 def set_right(model: keras.Model, explicit: bool = False) -> None:
-    """Make a compiled `model` fit for a distributed optimizer, if it has one; see `compiling`.
+    """Make a compiled `model` fit for a distributed optimizer, if it has one; after every ``compile``.
 
     Args:
         model: compiled Keras model.
@@ -248,5 +232,14 @@ def _accumulate(optimizer: Optimizer, passes: int) -> None:
         object.__setattr__(optimizer, "_accumulated_gradients", accumulators)
 
 
+_stock_compile = Trainer.compile
+
+
+@functools.wraps(_stock_compile)
+def _compile(self: Trainer, *args: object, **kwargs: object) -> None:
+    _stock_compile(self, *args, **kwargs)
+    set_right(self, kwargs.get("jit_compile") is True)
+
+
 # before a script evaluates model.compile(...), which may make the optimizer in its arguments
-install(set_right)
+Trainer.compile = _compile

@@ -55,13 +55,14 @@ def flush(session: Session, own: Own) -> None:
     if distribution.update.arithmetic.flush_is_step and passes_of(optimizer) > 1:
         raise UnsupportedUse("flush() with accumulated gradients is supported under momentum correction only")
     (exchange,) = distribution.compressing
+    steps, update = exchange.steps, distribution.update
     variables, left = {key_of(variable): variable for variable in optimizer._trainable_variables}, _left(exchange)
     # even a step with a gradient of zeros would move the weights, by momentum and decay
     if not any(kept.any() for parts in left.values() for kept in parts.values()):
-        exchange.steps.in_slots = True
+        steps.in_slots = True
         return
     given = {i: variables[exchange.sources[i].key] for i in sorted(left)}
-    if distribution.update.arithmetic.flush_is_step:
+    if update.arithmetic.flush_is_step:
         scale = optimizer.loss_scale_factor or 1  # by which Keras divides
         with session.during(WholeApplication()):
             own([scaled(tf.cast(left[i][RESIDUAL], v.dtype), scale) for i, v in given.items()], list(given.values()))
@@ -70,14 +71,14 @@ def flush(session: Session, own: Own) -> None:
         rate, compressed = float(optimizer.learning_rate), exchange.compressed
         for i, v in given.items():
             key = key_of(v)
-            kept = distribution.update.hand_back(key, native(v), left[i], rate, key in compressed, ends=True)
+            kept = update.hand_back(key, native(v), left[i], rate, key in compressed, ends=True)
             if kept is not None:
-                exchange.steps.keep(i, {RESIDUAL: np.asarray(kept).reshape(-1) / np.float32(share)})
+                steps.buckets.keep(steps.names[i], {RESIDUAL: np.asarray(kept).reshape(-1) / np.float32(share)})
     for variable in given.values():
         if variable.constraint is not None:
             variable.assign(variable.constraint(variable))
-    exchange.steps.buckets.second.clear()
-    exchange.steps.in_slots = True
+    steps.buckets.second.clear()
+    steps.in_slots = True
 
 
 def passes_of(optimizer: Optimizer) -> int:

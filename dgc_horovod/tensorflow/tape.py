@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -105,10 +104,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 
 
 def _distribution(settings: Settings) -> Distribution:
-    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    if settings.config is not None:
-        fields["compression"] = None  # each call of Compression.dgc() makes another object, of one config
-    key = tuple({**fields, "process_set": settings.process_set.process_set_id}.values())
+    key = tuple({**vars(settings), "process_set": settings.process_set.process_set_id}.values())
     if key not in of_tapes:
         of_tapes[key] = Distribution(settings, Update(Arithmetic()))
     return of_tapes[key]

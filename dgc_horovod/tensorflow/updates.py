@@ -26,11 +26,8 @@ from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, 
 from dgc_horovod.tensorflow.wrapping.variables import Key, native
 
 STOCK: dict[type[keras.optimizers.Optimizer], Arithmetic] = {keras.optimizers.SGD: SGD(), keras.optimizers.Adam: Adam()}
-SLOTS = {
-    MOMENTUM: "momentums",
-    FIRST: "_momentums",
-    SECOND: "_velocities",
-}  # attributes of an optimizer, lists, by part
+# attributes of an optimizer, lists, by part
+SLOTS = {MOMENTUM: "momentums", FIRST: "_momentums", SECOND: "_velocities"}
 
 
 def update_of(

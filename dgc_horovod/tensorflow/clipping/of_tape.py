@@ -20,7 +20,6 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.names import replace_everywhere
 from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.distribution import of_tapes
-from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.session.overrides import not_converted
 from dgc_horovod.tensorflow.session.session import session_of
@@ -64,14 +63,9 @@ class Returned:
         """Norm of the gradients before they were clipped: root mean square of the ranks' norms, equal on every rank."""
         if self._norm is None:
             own = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in self._own]
-            squares = tf.square(tf.linalg.global_norm(own))
-            name, collectives = "norm", self._collectives  # whose clock is free once the exchange has ended
-
-            def reduced(armed: tf.Tensor) -> tf.Tensor:
-                return collectives.allreduce(behind(armed, squares), name)
-
-            total = collectives.in_time(name, [squares, self._first], reduced)
-            self._norm = tf.sqrt(total / collectives.size(tf.float32))
+            # the clock is free once the exchange has ended
+            total = self._collectives.sum_in_time(tf.square(tf.linalg.global_norm(own)), "norm", self._first)
+            self._norm = tf.sqrt(total / self._collectives.size(tf.float32))
         return self._norm
 
 

@@ -23,11 +23,6 @@ _SCALARS = (tf.bool, tf.int32, tf.int64)  # dtypes that Python functions return 
 _ALIGNMENT = 64  # bytes; TensorFlow copies memory with less alignment
 
 
-def threads() -> int:
-    """Number of threads that TensorFlow uses inside an operation."""
-    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
-
-
 def kernels_on(device: str | None) -> Kernels:
     """Return the kernels for gradients on a GPU (through torch, by DLPack), or on the host, also without torch."""
     if device is not None:
@@ -35,7 +30,8 @@ def kernels_on(device: str | None) -> Kernels:
             return registry.choose(device)
         except BackendUnavailable as error:
             _log.warning("dgc_horovod: gradients on %s go through host memory (%s)", device, error)
-    return registry.choose("cpu", threads())
+    threads = tf.config.threading.get_intra_op_parallelism_threads()  # that TensorFlow uses inside an operation
+    return registry.choose("cpu", threads or len(os.sched_getaffinity(0)))
 
 
 def host_call(

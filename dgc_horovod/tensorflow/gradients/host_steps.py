@@ -24,7 +24,7 @@ from dgc_horovod.exchange.contract import ALL, INSIDE
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Array
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
-from dgc_horovod.state.residual_state import MOMENTUM, Arrays, ResidualState
+from dgc_horovod.state.residual_state import MOMENTUM, ResidualState
 from dgc_horovod.stats import PROCESS, ExchangeStats
 from dgc_horovod.tensorflow.gradients.host_calls import host_call, kernels_on
 from dgc_horovod.tensorflow.gradients.paths import BucketRun
@@ -303,10 +303,6 @@ class HostSteps(HostCalls, Holder):
     def second_of(self, run: BucketRun) -> np.ndarray:
         """Return Adam's second moment of the variables of a bucket, flat; the same on every rank."""
         return np.concatenate([self.buckets.second[segment.name].square() for segment in run.engine.whole.segments])
-
-    def keep(self, i: int, arrays: Arrays) -> None:
-        """Store the state of variable `i` from whole arrays, of which this rank keeps its slice."""
-        self.buckets.keep(self.names[i], arrays)
 
     def arm(self, started: np.ndarray | int) -> list[Any]:
         """Start the clock of DGC_TIMEOUT for the other ranks; returns `started`."""

@@ -23,7 +23,7 @@ from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.notices import timed_out
 from dgc_horovod.stats import Traffic
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
+from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
 
 _log = logging.getLogger("dgc_horovod")
 _LOOK_EVERY = 0.25  # seconds
@@ -238,6 +238,10 @@ class Collectives:
             disarmed = host_call(disarm, armed, [tf.bool])
         with tf.control_dependencies(disarmed):
             return tf.nest.map_structure(tf.identity, results)
+
+    def sum_in_time(self, tensor: tf.Tensor, name: str, *given: tf.Tensor) -> tf.Tensor:
+        """Return the sum of `tensor` over the ranks, with the clock running once it and `given` are there."""
+        return self.in_time(name, [tensor, *given], lambda armed: self.allreduce(behind(armed, tensor), name))
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The `data` of every rank, of any length, in rank order. Blocks, in eager mode; two collectives.

@@ -31,39 +31,13 @@ _log = logging.getLogger("dgc_horovod")
 _INSIDE, _BUILT = b"inside", b"built"  # states that ranks compare when training begins
 
 
-class _EpochTeller(keras.callbacks.Callback):
-    """Gives a distributed optimizer the epoch, which a density warm-up may need, and checks that it is used."""
-
-    @property
-    def _distribution(self) -> Distribution | None:
-        session = session_of(self.model.optimizer)
-        return None if session is None else session.distribution
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        epochs, steps = (self.params or {}).get("epochs"), (self.params or {}).get("steps")
-        if self._distribution is not None and epochs and steps:
-            self._distribution.run_steps = epochs * steps // self._distribution.ownership.stride
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._distribution is not None:
-            self._distribution.epoch_begins(epoch)
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        distribution = self._distribution
-        if distribution is None or not distribution.takes_part or not self.model.trainable_variables:
-            return
-        if not distribution.used:
-            raise UnsupportedUse(
-                "this model trains without its DistributedOptimizer, which was put in after compile(): compile the "
-                "model again with it"
-            )
-
-
-class BroadcastGlobalVariablesCallback(_EpochTeller):
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the weights and the optimizer's variables of `root_rank`, when training begins.
 
     If the model is built by its first batch only, this happens after that batch, as in Horovod; the residuals of the
     first gradients are then dropped. Random generators stay each rank's own.
+
+    It also gives a distributed optimizer the epoch, which a density warm-up may need, and checks that it is used.
 
     Args:
         root_rank: rank whose variables are sent, 0 <= root_rank < hvd.size().
@@ -81,8 +55,15 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
         """Do not send `var`."""
         self._local |= keys_of(var, "var")
 
+    @property
+    def _distribution(self) -> Distribution | None:
+        session = session_of(self.model.optimizer)
+        return None if session is None else session.distribution
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        super().on_train_begin(logs)
+        epochs, steps = (self.params or {}).get("epochs"), (self.params or {}).get("steps")
+        if self._distribution is not None and epochs and steps:
+            self._distribution.run_steps = epochs * steps // self._distribution.ownership.stride
         self._done = False
         own = _INSIDE if self._is_inside() else _BUILT if self.model.built else b""
         ours = Collectives(hvd.global_process_set, "built").gather_bytes(own, "model")
@@ -108,9 +89,7 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if any(getattr(each, "_dgc_taken", False) for each in (optimizer, inner)):
             return True
-        plain = (
-            type(self.model).train_step is keras.Model.train_step
-        )  # otherwise the script may exchange gradients there
+        plain = type(self.model).train_step is keras.Model.train_step  # others may exchange gradients there
         if plain and joining.has_unused() and hvd.rank() == 0:
             _log.warning(
                 "dgc_horovod: this model's %s is not the optimizer that DistributedOptimizer has returned, which has "
@@ -119,13 +98,22 @@ class BroadcastGlobalVariablesCallback(_EpochTeller):
             )
         return False
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._distribution is not None:
+            self._distribution.epoch_begins(epoch)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_train_batch_end(batch, logs)
+        distribution = self._distribution
+        is_unused = distribution is not None and distribution.takes_part and not distribution.used
+        if is_unused and self.model.trainable_variables:
+            raise UnsupportedUse(
+                "this model trains without its DistributedOptimizer, which was put in after compile(): compile the "
+                "model again with it"
+            )
         if not self._done:
             self._broadcast()
-            clear = getattr(self.model.optimizer, "clear_residuals", None)
-            if clear is not None:
-                clear()
+            if distribution is not None:
+                self.model.optimizer.clear_residuals()
 
     def _broadcast(self) -> None:
         optimizer, session = self.model.optimizer, session_of(self.model.optimizer)

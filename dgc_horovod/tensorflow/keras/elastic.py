@@ -62,12 +62,11 @@ def _lost_ranks() -> Iterator[None]:
     """Turn TensorFlow's errors for a lost rank into the error on which Horovod goes back to a commit."""
     try:
         yield
-    except CollectiveTimeout as error:
-        raise HorovodInternalError(str(error)) from error
-    except tf.errors.OpError as error:
-        if _OURS.search(str(error)) or not _OF_A_LOST_RANK.search(str(error)):
+    except (CollectiveTimeout, tf.errors.OpError) as error:
+        text = str(error)
+        if isinstance(error, tf.errors.OpError) and (_OURS.search(text) or not _OF_A_LOST_RANK.search(text)):
             raise
-        raise HorovodInternalError(str(error)) from error
+        raise HorovodInternalError(text) from error
 
 
 def _reset() -> None:

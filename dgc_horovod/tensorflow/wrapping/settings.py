@@ -78,7 +78,10 @@ Groups = int | tuple[tuple[Key, ...], ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The way in which gradients are combined. The fields are the arguments of Horovod's factories."""
+    """The way in which gradients are combined. The fields are the arguments of Horovod's factories.
+
+    Either `config` is set, or `compression`, which is Horovod's.
+    """
 
     compression: Any = Compression.none
     config: DGCConfig | None = None
@@ -156,7 +159,9 @@ def make_settings(compression: object, num_groups: int, groups: object, **fields
     config = config_of(compression)
     if config is not None:
         config.check_reduction(fields["op"] == hvd.Average)
-    settings = Settings(compression, config, groups=_groups(groups if groups is not None else num_groups), **fields)
+    # each call of Compression.dgc() makes another object, of one config
+    own = compression if config is None else None
+    settings = Settings(own, config, groups=_groups(groups if groups is not None else num_groups), **fields)
     if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:
             tell_stock(
