@@ -59,8 +59,8 @@ class Exchanged(NamedTuple):
     """
 
     gradients: list[Gradient]
-    finite: tf.Tensor | None
-    dense: tf.Tensor | None
+    finite: tf.Tensor | None = None
+    dense: tf.Tensor | None = None
 
 
 class Exchange:
@@ -75,12 +75,8 @@ class Exchange:
     """
 
     def __init__(self, steps: HostCalls, compression: type[Compressor]) -> None:
-        self.steps, self.sources, self.settings, self.collectives = (
-            steps,
-            steps.sources,
-            steps.settings,
-            steps.collectives,
-        )
+        self.steps, self.collectives = steps, steps.collectives
+        self.sources, self.settings = steps.sources, steps.settings
         self.compressed: set[Key] = set()
         self._dense_path = DensePath(self.collectives, self.settings, compression, self.sources)
         weak: Any = weakref.proxy(self)  # or it would be a cycle
@@ -139,7 +135,7 @@ class StockExchange(Exchange):
         with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
             ended = self.steps.call(self.steps.end, [started], [tf.int64], nbytes)
         with tf.control_dependencies(ended):
-            return Exchanged([tf.identity(result) for result in results], None, None)
+            return Exchanged([tf.identity(result) for result in results])
 
 
 class GradientExchange(Exchange):

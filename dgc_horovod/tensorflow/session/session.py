@@ -149,7 +149,7 @@ class ExchangedApplication(Application):
     def __init__(self, session: Session, variables: VariableSet, known: Sequence[Any]) -> None:
         self._session, self._variables, self._known = session, variables, known
         self.exchanged = False  # whether Keras' ``apply`` has reached the exchange
-        self._found = Exchanged([], None, None)
+        self._found = Exchanged([])
         self._split = False  # whether compressed variables are stepped by the exchanged sum alone
         self._decay: Callable[[], None] = lambda: None
 
