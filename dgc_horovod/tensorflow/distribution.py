@@ -265,7 +265,7 @@ class Distribution:
             if found is not None and found[0] in keeping:
                 held = self.update.for_slots(found[0].buckets, found[1], factor * rate)
                 for slot, value in zip(self.update.slots(key), held, strict=False):
-                    values[id(native(slot))] = value.reshape(slot.shape)
+                    values[id(slot)] = value.reshape(slot.shape)
         return values
 
     def set_epoch(self, epoch: int) -> None:

@@ -27,7 +27,7 @@ from dgc_horovod.tensorflow.gradients.host_steps import HostCalls, HostSteps, St
 from dgc_horovod.tensorflow.gradients.paths import TRIPLE, BucketRun, DensePath
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, native
+from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key
 
 _NARROW = (tf.float16, tf.bfloat16)
 _NOTHING = np.empty(0, np.float32)
@@ -228,16 +228,14 @@ class GradientExchange(Exchange):
 
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Move the optimizer's slots into the engines, at the first step and after a checkpoint was loaded."""
-        keys = {i: source.key for i, source in enumerate(self.sources) if source.key in self.compressed}
-        slots = {i: [native(slot) for slot in self.update.slots(key)] for i, key in keys.items()}
-        everything = [slot for mine in slots.values() for slot in mine]
-        if not everything:
+        indices = [i for i, source in enumerate(self.sources) if source.key in self.compressed]
+        slots = [slot for i in indices for slot in self.update.slots(self.sources[i].key)]
+        if not slots:
             return started
-        counts = [(i, len(mine)) for i, mine in slots.items()]
 
         def take_over() -> tf.Tensor:
-            with tf.control_dependencies(self.steps.call(self.steps.take_over, [rate, *everything], [tf.bool], counts)):
-                changed = [slot.assign(tf.zeros_like(slot)) for slot in everything]
+            with tf.control_dependencies(self.steps.call(self.steps.take_over, [rate, *slots], [tf.bool], indices)):
+                changed = [slot.assign(tf.zeros_like(slot)) for slot in slots]
             with tf.control_dependencies(changed):
                 return tf.identity(started)
 

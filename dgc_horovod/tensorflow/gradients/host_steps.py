@@ -256,20 +256,19 @@ class HostSteps(HostCalls, Holder):
                 "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
             )
 
-    def take_over(self, counts: Sequence[tuple[int, int]], rate: np.ndarray, *slots: np.ndarray) -> list[Any]:
+    def take_over(self, indices: Sequence[int], rate: np.ndarray, *slots: np.ndarray) -> list[Any]:
         """Move the values of the optimizer's slots into the engines.
 
         Args:
-            counts: index in the list of gradients and number of slots, for each variable.
+            indices: indices of the variables.
             rate: learning rate, a scalar.
-            slots: values of all slots, variable by variable.
+            slots: values of all slots, variable by variable; each has the same number of them.
         """
-        rest = [slot.reshape(-1).astype(np.float32, copy=False) for slot in slots]
-        factor = 1 if self.buckets.averages else self.buckets.workers
-        for i, count in counts:
-            mine, rest = rest[:count], rest[count:]
-            if mine:
-                self.update.take_over(self.buckets, self.names[i], mine, float(rate) * factor, self._iterations)
+        flat = [slot.reshape(-1).astype(np.float32, copy=False) for slot in slots]
+        factor, each = 1 if self.buckets.averages else self.buckets.workers, len(slots) // len(indices)
+        for place, i in enumerate(indices):
+            mine = flat[place * each :][:each]
+            self.update.take_over(self.buckets, self.names[i], mine, float(rate) * factor, self._iterations)
         return [np.bool_(True)]
 
     def compress(self, index: int, _: Array, *gradients: Array) -> list[Array]:
