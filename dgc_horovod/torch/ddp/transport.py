@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -104,22 +104,18 @@ def _within(seconds: float, connect: Callable[..., Any], *arguments: Any) -> Any
     Raises:
         TimeoutError: it has not returned in time.
     """
-    done: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+    connected: Future[Any] = Future()
 
     def call() -> None:
         try:
-            done.put((connect(*arguments), None))
+            connected.set_result(connect(*arguments))
         except Exception as error:
-            done.put((None, error))
+            connected.set_exception(error)
 
     threading.Thread(target=call, name="dgc-connect", daemon=True).start()
-    try:
-        found, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no connection to every rank within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return found
+    if not wait([connected], seconds).done:
+        raise TimeoutError(f"no connection to every rank within {seconds:g} s")
+    return connected.result()
 
 
 class ProcessGroupCollectives(Collectives):
