@@ -60,39 +60,35 @@ class SameDensity:
     Packets of different densities have different sizes. With Gloo the process that gets the longer one is ended without
     an error in Python. The check ends when all ranks are at the final density.
 
-    Args:
-        exchange: exchange of the optimizer.
-
     Cost: 16 bytes to and from each worker, with a wait, in each step of the warm-up.
     """
 
-    def __init__(self, exchange: GradientExchange) -> None:
-        self._exchange = exchange
+    def __init__(self) -> None:
         self._looked_at, self._all_are_through = -1, False
         self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
 
-    def check(self) -> None:
-        """Compare the densities, once a step.
+    def check(self, exchange: GradientExchange) -> None:
+        """Compare the densities of an optimizer's exchange, once a step.
 
         Raises:
             RankMismatch: on every rank, if the densities differ.
         """
         with self._lock:
-            if self._exchange.steps == self._looked_at:
+            if exchange.steps == self._looked_at:
                 return
-            density = self._exchange.density()
-            is_final = density == self._exchange.config.final_density
+            density = exchange.density()
+            is_final = density == exchange.config.final_density
             if not (self._all_are_through and is_final):
-                self._compare(density)
-            self._looked_at, self._all_are_through = self._exchange.steps, is_final
+                self._compare(exchange, density)
+            self._looked_at, self._all_are_through = exchange.steps, is_final
 
-    def _compare(self, density: float) -> None:
+    def _compare(self, exchange: GradientExchange, density: float) -> None:
         """Compare `density` with the other ranks.
 
         An alltoall is one trip; Gloo's allgather is a ring of all ranks. It cannot match the allgather of a rank that
         does not check any more, since Gloo distinguishes kinds of collectives: both ranks then wait.
         """
-        collectives, epoch = self._exchange.collectives, self._exchange.epoch
+        collectives, epoch = exchange.collectives, exchange.epoch
         own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
         collectives.traffic.count(own.nbytes, (collectives.workers - 1) * own.nbytes)
         told = collectives.wait(collectives.alltoall(own.repeat(collectives.workers), "density"))
@@ -101,7 +97,7 @@ class SameDensity:
             firsts.setdefault(theirs, f"rank {rank} has {theirs:g} in epoch {epoch:.0f}")
         if len(firsts) > 1:
             raise RankMismatch(
-                f"step {self._exchange.steps}: the ranks are at different densities: {', '.join(firsts.values())}. "
+                f"step {exchange.steps}: the ranks are at different densities: {', '.join(firsts.values())}. "
                 "Call set_epoch with the same epoch on every rank, before its first step, and give every rank the same "
                 "number of batches"
             )
@@ -124,7 +120,7 @@ class GroupCarrier(Carrier):
         super().__init__(names, settings, f"process group {ranks}", number, passes_per_step)
         self.group = group
         self._patient: Group | None = None  # connections with a longer timeout
-        self._density: SameDensity | None = None  # for a warm-up by epochs
+        self._density = SameDensity()  # for a warm-up by epochs
 
     def collectives(self, tag: str) -> Collectives:
         return ProcessGroupCollectives(self.group, tag)
@@ -159,9 +155,7 @@ class GroupCarrier(Carrier):
         """See `SameDensity`."""
         warmup, exchange = session.config.warmup, session.exchange
         if warmup is not None and warmup.needs_epoch and exchange.collectives.workers > 1:
-            if self._density is None:
-                self._density = SameDensity(exchange)
-            self._density.check()
+            self._density.check(exchange)
 
 
 class DataParallelCarrier(GroupCarrier):

@@ -28,7 +28,7 @@ class _Uses:
         self.stepping: GradScaler | None = None
         self.ticks = itertools.count(1)
         self.at: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._last: weakref.ref[GradScaler] | None = None  # the scaler that has scaled a loss last
+        self._newest: Callable[[], GradScaler | None] = lambda: None  # the scaler that has scaled a loss last
         # the last backward pass through a scaled loss, and the loss's scaler
         self._pass: tuple[int, Callable[[], GradScaler | None]] = -1, lambda: None
         # the scaler that drives an optimizer; None: its last step was without a scaler
@@ -43,7 +43,7 @@ class _Uses:
             return self.stepping
         if _in_backward() and self._pass[0] == torch._C._current_graph_task_id():
             return self._pass[1]()
-        driver, newest = self._driver_of(optimizer), self._newest
+        driver, newest = self._driver_of(optimizer), self._newest()
         if driver is not None and self._has_scaled_for(optimizer, driver):
             return driver
         if newest is not None and self._has_scaled_for(optimizer, newest):
@@ -54,15 +54,11 @@ class _Uses:
         """Return the scaler of the last step; without one, the scaler that scaled a loss last."""
         if optimizer in self._drivers and self._drivers[optimizer] is None:
             return None
-        return self._driver_of(optimizer) or self._newest
+        return self._driver_of(optimizer) or self._newest()
 
     def _driver_of(self, optimizer: Optimizer) -> GradScaler | None:
         reference = self._drivers.get(optimizer)
         return reference() if reference is not None else None
-
-    @property
-    def _newest(self) -> GradScaler | None:
-        return self._last() if self._last is not None else None
 
     def _has_scaled_for(self, optimizer: Optimizer, scaler: GradScaler) -> bool:
         return self.at.get(scaler, 0) > self.at.get(optimizer, 0)
@@ -97,7 +93,7 @@ class _Uses:
             if isinstance(optimizer, Optimizer):
                 self._drivers[optimizer] = weakref.ref(scaler)
             elif name == "scale" and torch.is_grad_enabled():  # else for evaluation, which has no backward pass
-                self._last, self.at[scaler] = weakref.ref(scaler), next(self.ticks)
+                self._newest, self.at[scaler] = weakref.ref(scaler), next(self.ticks)
             elif name == "update":  # gradients from before the update are not stepped any more
                 self.at.pop(scaler, None)
             if name == "step":
@@ -152,8 +148,8 @@ class SeenScaler:
     """
 
     def __init__(self) -> None:
-        self._optimizer: weakref.ref[Optimizer] | None = None
-        self._found: weakref.ref[GradScaler] | None = None  # the scaler of the last backward pass
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._found: Callable[[], GradScaler | None] = lambda: None  # the scaler of the last backward pass
         self._found_at = 0
 
     def belongs_to(self, optimizer: Optimizer) -> None:
@@ -172,19 +168,15 @@ class SeenScaler:
 
     def _of_step(self) -> GradScaler | None:
         """Return the scaler of the present step; the result of a backward pass holds until the end of its step."""
-        optimizer, in_backward = self._watched, _in_backward()
+        optimizer, in_backward = self._optimizer(), _in_backward()
         if optimizer is None:
             return None
         if _uses.stepping is None and not in_backward and self._found_at > _uses.at.get(optimizer, 0):
-            return self._found() if self._found is not None else None
+            return self._found()
         found = _uses.of_step(optimizer)
         if in_backward:
-            self._found, self._found_at = weakref.ref(found) if found is not None else None, next(_uses.ticks)
+            self._found, self._found_at = weakref.ref(found) if found is not None else lambda: None, next(_uses.ticks)
         return found
-
-    @property
-    def _watched(self) -> Optimizer | None:
-        return self._optimizer() if self._optimizer is not None else None
 
     @property
     def _per_optimizer_states(self) -> Any:
@@ -193,7 +185,7 @@ class SeenScaler:
     @property
     def _scaler(self) -> GradScaler | None:
         """The scaler of the last step, also if it has not scaled a loss since."""
-        optimizer = self._watched
+        optimizer = self._optimizer()
         return _uses.of_last_step(optimizer) if optimizer is not None else None
 
 
