@@ -46,13 +46,10 @@ class ElasticCarrier(HorovodCarrier):
         super().__init__(optimizer)
         if self.process_set.process_set_id != 0:
             raise UnsupportedUse(NOT_ALL_RANKS)
-        self._agreed = False
+        self.agreed = False
 
     def agree(self, session: Session) -> None:
         """Do nothing yet: a newcomer makes its optimizer while the other ranks wait in sync."""
-
-    def agree_anew(self) -> None:
-        self._agreed = False
 
     def check_ranks(self, session: Session) -> None:
         """Follow a change of the ranks; compare fields once, at the first step, where all ranks meet.
@@ -61,8 +58,8 @@ class ElasticCarrier(HorovodCarrier):
             RankMismatch: on every rank, if they differ.
         """
         self.follow(session)
-        if not self._agreed:
-            self._agreed = True
+        if not self.agreed:
+            self.agreed = True
             exchange = session.exchange
             fields = {
                 **self.agreed_fields(session),
@@ -82,7 +79,7 @@ def renew(session: Session, state: ResidualState) -> None:
     """Rebuild the session for the present ranks; this rank continues with `state`, its own, rescaled."""
     session.build()
     session.kept.resume(state.carried_on(hvd.rank(), hvd.size()))
-    session.carrier.agree_anew()
+    session.carrier.agreed = False
     if state.workers != hvd.size() and hvd.rank() == 0:
         _log.info("dgc_horovod: the job had %d ranks, and has %d; residuals are kept", state.workers, hvd.size())
 

@@ -34,6 +34,7 @@ class Carrier:
 
     exchanges_in_backward = False  # whether ``p.grad`` has updates when ``backward`` returns
     elastic = False  # whether the ranks may change during the job
+    agreed = True  # whether the present ranks have compared `agreed_fields`
     stock = ""  # name of the framework's own exchange, which ``auto`` begins with; "": there is none
 
     def __init__(
@@ -108,9 +109,6 @@ class Carrier:
             RankMismatch: on every rank, if they differ.
         """
         check_agreement(self.collectives("start"), self.agreed_fields(session))
-
-    def agree_anew(self) -> None:
-        """Compare fields again before the next exchange, after a change of ranks."""
 
     def follow(self, session: Session) -> None:
         """Adapt `session` to the present ranks."""

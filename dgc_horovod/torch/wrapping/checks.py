@@ -187,9 +187,8 @@ def _problem(p: torch.Tensor) -> str:
 
 
 def _is_sharded(p: torch.Tensor) -> bool:
-    if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-        return True
-    if hasattr(p, "_st_info"):  # DDP made it from a DTensor; it is in neither model nor checkpoint after a step
+    # `_st_info`: DDP made it from a DTensor; it is in neither model nor checkpoint after a step
+    if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False) or hasattr(p, "_st_info"):
         return True
     distributed = getattr(torch.distributed, "tensor", None)  # without it, nothing is a DTensor
     return distributed is not None and isinstance(p, distributed.DTensor)
