@@ -79,11 +79,6 @@ class LocalClipping(StatePart):
         self._number = {p: i for i, p in enumerate(self._all)}  # the same on every rank
 
     @property
-    def active(self) -> bool:
-        """Whether anything is clipped or measured in this step: then all gradients must be there before one is sent."""
-        return bool(self.clips)
-
-    @property
     def is_of_all(self) -> bool:
         """Whether the only limit is one of the L2 norm of all gradients, so that one factor is enough."""
         return self._whole() is not None and not self.adds_decay

@@ -234,7 +234,7 @@ class DensePath:
         self.names, self.collectives, self.settings, self._half = names, collectives, settings, half
         self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
-        self._pending: dict[Parameter, Pending] = {}
+        self.pending: dict[Parameter, Pending] = {}  # collectives under way
         # until all are there for a common allreduce, if the transport fuses none; else until a device may be waited for
         self._waiting: dict[Parameter, torch.Tensor] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
@@ -243,11 +243,6 @@ class DensePath:
     def complete(self) -> bool:
         """Whether every tensor's gradient is there."""
         return len(self.gradients) == len(self.names)
-
-    @property
-    def pending(self) -> list[Pending]:
-        """Collectives under way."""
-        return list(self._pending.values())
 
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
         """Start the allreduce of a copy of ``clip * gradient``, or leave it to `launch_staged`.
@@ -264,7 +259,7 @@ class DensePath:
         if self._half:
             gradient = gradient.half()
         if self.collectives.by_name and not self.collectives.stages(gradient):  # else it holds up the backward pass
-            self._pending[p] = self._reduced(gradient, self.names[p])
+            self.pending[p] = self._reduced(gradient, self.names[p])
             return
         self._waiting[p] = gradient
         if len(self._waiting) == len(self.names) and not self.collectives.by_name:
@@ -278,7 +273,7 @@ class DensePath:
     def launch_staged(self) -> None:
         """Start the allreduces that `launch` has left; the host waits for the device."""
         for p in list(self._waiting) if self.has_staged else ():
-            self._pending[p] = self._reduced(self._waiting.pop(p), self.names[p])
+            self.pending[p] = self._reduced(self._waiting.pop(p), self.names[p])
 
     def _launch_together(self) -> None:
         """Start one allreduce for each dtype and device."""
@@ -287,7 +282,7 @@ class DensePath:
             alike.setdefault((self._waiting[p].dtype, self._waiting[p].device), []).append(p)
         for (dtype, _), parameters in alike.items():
             flat = torch.cat([self._waiting[p].view(-1) for p in parameters])
-            self._pending.update(dict.fromkeys(parameters, self._reduced(flat, str(dtype))))
+            self.pending.update(dict.fromkeys(parameters, self._reduced(flat, str(dtype))))
         self._waiting.clear()
 
     def _reduced(self, gradient: torch.Tensor, name: str) -> Pending:
@@ -299,8 +294,8 @@ class DensePath:
         """Wait for the allreduce; return the update for ``p.grad``, in its dtype."""
         assert p.grad is not None
         if p not in self._results:
-            pending = self._pending[p]
-            together = [p] if self.collectives.by_name else [q for q, its in self._pending.items() if its is pending]
+            pending = self.pending[p]
+            together = [p] if self.collectives.by_name else [q for q, its in self.pending.items() if its is pending]
             parts = self.collectives.wait(pending).view(-1).split([q.numel() for q in together])
             self._results.update(zip(together, parts, strict=True))
         return laid_out_as(self._results[p].view(p.shape), p.grad)
@@ -313,6 +308,6 @@ class DensePath:
     def clear(self) -> None:
         """Discard the step."""
         self.gradients.clear()
-        self._pending.clear()
+        self.pending.clear()
         self._waiting.clear()
         self._results.clear()

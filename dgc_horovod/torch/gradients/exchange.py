@@ -137,7 +137,7 @@ class GradientExchange(OptimizerExchange):
                 if p.is_cuda:
                     run.streams.add(torch.cuda.current_stream(p.device))
             try:
-                if self.clipping.active:
+                if self.clipping.clips:  # then all gradients must be there before one is sent
                     if self._dense_path.complete and all(each.complete for each in self.runs):
                         self._take_all()
                 elif not self.collectives.by_name:
@@ -320,7 +320,7 @@ class GradientExchange(OptimizerExchange):
         """Whether all collectives of the step are done; for a rank in join, which waits for nothing but its device."""
         self.hand_on(waits=True)
         self._go_on()
-        pending = [*(run.pending for run in self._launched), *self._dense_path.pending, self._sums]
+        pending = [*(run.pending for run in self._launched), *self._dense_path.pending.values(), self._sums]
         return all(each is None or self.collectives.done(each) for each in pending)
 
     def _output_for(self, run: BucketRun, i: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:

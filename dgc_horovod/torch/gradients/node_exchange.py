@@ -31,7 +31,7 @@ class NodeAverage:
     """
 
     def __init__(self, inside: Collectives, whole: bool) -> None:
-        self._inside, self.whole = inside, whole
+        self.inside, self.whole = inside, whole
         # gradients of this worker by bucket, one after another, padded with zeros to G equal slices
         self._memory: dict[str, torch.Tensor] = {}
 
@@ -44,7 +44,7 @@ class NodeAverage:
             numel: number of elements of all gradients together.
             scale: factor of this worker's gradients.
         """
-        workers, traffic = self._inside.workers, self._inside.traffic
+        workers, traffic = self.inside.workers, self.inside.traffic
         flat, start = None, 0
         for gradient in gradients:
             if flat is None:
@@ -57,26 +57,22 @@ class NodeAverage:
         received = flat.nbytes // workers * (workers - 1)
         traffic.count_inside(2 * received if self.whole else received)
         if self.whole:
-            return self._inside.allreduce(flat, f"{name}.node", averages=True)
-        return self._inside.alltoall(flat, f"{name}.slices")
+            return self.inside.allreduce(flat, f"{name}.node", averages=True)
+        return self.inside.alltoall(flat, f"{name}.slices")
 
     def _flat(self, name: str, numel: int, device: torch.device) -> torch.Tensor:
         flat = self._memory.get(name)
         if flat is None or flat.device != device:
             flat = self._memory[name] = torch.empty(numel, dtype=torch.float32, device=device)
-        flat[-self._inside.workers :] = 0  # the padding is shorter
+        flat[-self.inside.workers :] = 0  # the padding is shorter
         return flat
-
-    def done(self, averaging: Pending) -> bool:
-        """Return whether `take` would return at once."""
-        return self._inside.done(averaging)
 
     def take(self, name: str, averaging: Pending) -> torch.Tensor:
         """Wait for bucket `name`; return the average of this worker's slice, or if `whole` of all, with padding."""
-        received = self._inside.wait(averaging)
+        received = self.inside.wait(averaging)
         if self.whole:
             return received
-        by_worker, flat = received.view(self._inside.workers, -1), self._memory[name]
+        by_worker, flat = received.view(self.inside.workers, -1), self._memory[name]
         if received.data_ptr() == flat.data_ptr():  # copied to the host and back
             return by_worker.mean(0)
         return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # the sent gradients are not needed any more
@@ -133,10 +129,10 @@ class NodeGradientExchange(GradientExchange):
             under_way = [each for _, each in self._averaged]
             if self._dense_averaging is not None:
                 under_way.append(self._dense_averaging)
-            if wait or all(self._node.done(each) for each in under_way):
+            if wait or all(self._node.inside.done(each) for each in under_way):
                 self._clip_and_launch()
             return
-        while self._averaged and (wait or self._node.done(self._averaged[0][1])):
+        while self._averaged and (wait or self._node.inside.done(self._averaged[0][1])):
             run, averaging = self._averaged.popleft()
             self._add_slice(run, self._node.take(run.engine.whole.name, averaging))
             self._send(run)
