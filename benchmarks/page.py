@@ -151,14 +151,15 @@ def readme_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
-def sooner(rows: Sequence[analysis.Row]) -> str:
+def sooner(study: runs.Study) -> str:
     """Dense's time to the target quality over dgc's, a line a task; N = 2."""
-    mine = [row for row in rows if (row.hosts, row.method) == (2, "dgc")]
-    rates = [rate for rate in (runs.FAST, runs.SLOW) if any(row.rate == rate for row in mine)]
+    places = [place for place in analysis.places(study["runs"]) if place.hosts == 2]
+    rows = {(place.task, place.rate): row for place in places for row in place.rows() if row.method == "dgc"}
+    rates = [rate for rate in (runs.FAST, runs.SLOW) if any(rate == place.rate for place in places)]
     lines = []
-    for task in dict.fromkeys(row.task for row in mine):
-        gains = {row.rate: f"{statistics.median(row.gain):.1f}×" for row in mine if row.task == task}
-        lines.append([task, *(gains.get(rate, "") for rate in rates)])
+    for task in dict.fromkeys(task for task, _ in rows):
+        mine = [rows.get((task, rate)) for rate in rates]
+        lines.append([task, *(f"{statistics.median(row.gain):.1f}×" if row else "" for row in mine)])
     return markdown(["time to quality, dense / dgc", *(NAMES[rate] for rate in rates)], lines)
 
 
@@ -178,7 +179,7 @@ def _network() -> dict[str, str]:
         "clusters": "\n\n".join(scaling.cluster_table(gigabit, density) for density in scaling.DENSITIES),
         "training": f"{analysis.study(study)}\n\nMade by `python -m benchmarks.training`.",
         "losses": losses(rows),
-        "sooner": sooner(analysis.rows(study["runs"])),
+        "sooner": sooner(study),
     }
 
 
@@ -239,7 +240,7 @@ def draw() -> None:
     scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
     scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
-    analysis.draw(analysis.curves(runs.load()["runs"]), 2, IMAGES / "quality.svg")
+    analysis.draw(runs.load()["runs"], 2, IMAGES / "quality.svg")
     draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
     quality.draw()
 

@@ -146,13 +146,13 @@ def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def measure(name: str, order: Mapping[str, Any], gradients: Gradients) -> dict[str, Any]:
     """The figures of one method on this rank."""
-    rank, workers, seconds = hvd.rank(), hvd.size(), order["seconds"]
+    rank, workers, seconds = hvd.rank(), hvd.size(), order["seconds"]  # Horovod may be off later
     make = (methods.METHODS if order["ranks"] == 1 else methods.NODE_METHODS)[name]
     method = make(SHAPES[order["model"]](), order["density"])
     clock = Clock(method, gradients, rank)
     clock.run(1)  # says how long a step takes, although what is set up once is in it
     clock.run(max(1, method.untimed, min(order["warm_up"], int(seconds / clock.longest()))))
-    checked = checked_step(method, gradients, rank, workers, clock.number)
+    checked = checked_step(clock, workers)
     steps = max(order["fewest"], min(order["most"], int(seconds / clock.longest())))
     sent = bytes_out(order["device"])
     times = clock.run(steps)
@@ -178,15 +178,8 @@ def bytes_out(device: str) -> int:
     return found[device]
 
 
-def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, step: int) -> str:
-    """Do one more step and check it.
-
-    Args:
-        method: that has been run already.
-        gradients: of the model.
-        rank: of this worker among `workers`.
-        workers: N.
-        step: its number.
+def checked_step(clock: Clock, workers: int) -> str:
+    """Do one more step of a method that has been run already, among so many workers, and check it.
 
     Returns:
         What was found to hold, in words.
@@ -194,6 +187,7 @@ def checked_step(method: Method, gradients: Gradients, rank: int, workers: int, 
     Raises:
         AssertionError: something does not.
     """
+    method, gradients, rank, step = clock.method, clock.gradients, clock.rank, clock.number
     method.clear()
     ours = session(method.optimizer).exchange if isinstance(method, methods.CompressedMethod) else None
     residual = _Residual(method, gradients, rank, step) if ours and ours.config.exchange == FLAT else None

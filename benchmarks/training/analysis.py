@@ -31,11 +31,8 @@ Runs = dict[str, dict[str, Any]]
 
 
 class Row(NamedTuple):
-    """One method at one place: dense's seconds to the target over its own, seed by seed, and the line of the table."""
+    """One method at a place: dense's seconds to the target over its own, seed by seed, and the line of the table."""
 
-    task: str
-    hosts: int
-    rate: str
     method: str
     gain: tuple[float, ...]
     cells: list[str]
@@ -44,24 +41,11 @@ class Row(NamedTuple):
 class Curve(NamedTuple):
     """Quality over time of one run: steps, seconds and quality go together; `computed`: seconds are not the clock's."""
 
-    task: str
-    hosts: int
-    rate: str
-    method: str
-    seed: int
     steps: tuple[int, ...]
     seconds: tuple[float, ...]
     quality: tuple[float, ...]
     target: float
     computed: bool
-
-    def reached(self) -> tuple[float, float]:
-        """Steps and seconds at the first evaluation that is as good as the target; infinite if none is."""
-        sign = 1 if TASKS[self.task].higher_is_better else -1
-        for step, second, quality in zip(self.steps, self.seconds, self.quality, strict=True):
-            if sign * quality >= sign * self.target:
-                return step, second
-        return math.inf, math.inf
 
 
 def _whole_rate(rate: str, method: str) -> str:
@@ -111,12 +95,20 @@ class Place:
             clock = tuple(step * pace for step in steps)
         last, task = self.runs[self._key("dense", seed)]["curve"][-1][2], TASKS[self.task]
         target = last - task.settings.margin * (1 if task.higher_is_better else -1)
-        return Curve(self.task, self.hosts, self.rate, method, seed, steps, clock, quality, target, computed)
+        return Curve(steps, clock, quality, target, computed)
+
+    def reached(self, method: str, seed: int) -> tuple[float, float]:
+        """Steps and seconds at the first evaluation that is as good as the target; infinite if none is."""
+        found, sign = self.curve(method, seed), 1 if TASKS[self.task].higher_is_better else -1
+        for step, second, quality in zip(found.steps, found.seconds, found.quality, strict=True):
+            if sign * quality >= sign * found.target:
+                return step, second
+        return math.inf, math.inf
 
     def rows(self) -> Iterator[Row]:
         """A row for every method, and what no exchange at all would gain."""
         methods, free_ms = self.methods(), self.step_ms(NO_OP, self.seeds)
-        found = {method: [self.curve(method, seed).reached() for seed in self.seeds] for method in methods}
+        found = {method: [self.reached(method, seed) for seed in self.seeds] for method in methods}
         dense = found["dense"]
         found[NO_OP] = [(steps, steps * free_ms / 1e3) for steps, _ in dense]
         gains = {m: tuple(d / s for (_, d), (_, s) in zip(dense, own, strict=True)) for m, own in found.items()}
@@ -139,7 +131,7 @@ class Place:
                 f"{received / sum(len(run['milliseconds']) for run in made) / 1e6:.3g}",
                 f"{fp32 / received:.0f}×" if received else "",
             ]
-            yield Row(self.task, self.hosts, self.rate, method, gains[method], cells)
+            yield Row(method, gains[method], cells)
 
     def _bar(self, gain: Sequence[float], cap: float) -> str:
         """What the median gain has to be, and whether it is; nothing where nothing was promised."""
@@ -161,16 +153,6 @@ def places(runs: Runs) -> Iterator[Place]:
         found = Place(runs, task, whole.hosts, rate, done)
         if done and found.methods():
             yield found
-
-
-def rows(runs: Runs) -> list[Row]:
-    """A row for every task, number of hosts, rate and method that all seeds have been run for."""
-    return [row for place in places(runs) for row in place.rows()]
-
-
-def curves(runs: Runs) -> list[Curve]:
-    """Every run's quality over time: time in seconds at the rate that the curve names."""
-    return [place.curve(method, seed) for place in places(runs) for method in place.methods() for seed in place.seeds]
 
 
 def checks(runs: Runs) -> list[str]:
@@ -241,24 +223,24 @@ def _footnotes(study: Study) -> str:
     return "\n\n".join(lines)
 
 
-def draw(curves: Sequence[Curve], hosts: int, file: Path) -> None:
+def draw(runs: Runs, hosts: int, file: Path) -> None:
     """Quality over training time, a row a task and a column a rate; a line a seed, dotted the target of the first.
 
     Dashed lines are runs whose seconds are steps times the time of a step, not the clock's.
     """
-    mine = [curve for curve in curves if curve.hosts == hosts]
-    tasks, rates = (list(dict.fromkeys(getattr(curve, name) for curve in mine)) for name in ("task", "rate"))
+    mine = {(place.task, place.rate): place for place in places(runs) if place.hosts == hosts}
+    tasks, rates = (list(dict.fromkeys(column)) for column in zip(*mine, strict=True))
     figure, grid = panels(len(rates), len(tasks), 5.2, 3.2)
+    for (task, rate), place in mine.items():
+        axes = grid[tasks.index(task)][rates.index(rate)]
+        for method, (i, seed) in itertools.product(place.methods(), enumerate(place.seeds)):
+            found, style = place.curve(method, seed), {"color": STYLES[method]["color"], "linewidth": 1.2}
+            line_style = "--" if found.computed else "-"
+            axes.semilogx(found.seconds, found.quality, linestyle=line_style, label=None if i else method, **style)
+            if i == 0 and method == "dense":
+                axes.axhline(found.target, color="0.6", linestyle=":", linewidth=1)
+        label(axes, f"{task}, {hosts} hosts, {NAMES[rate]}", x="seconds of training")
     for task, line in zip(tasks, grid, strict=True):
-        for rate, axes in zip(rates, line, strict=True):
-            for curve in (curve for curve in mine if (curve.task, curve.rate) == (task, rate)):
-                first = curve.seed == mine[0].seed
-                style = {"color": STYLES[curve.method]["color"], "label": curve.method if first else None}
-                line_style = "--" if curve.computed else "-"
-                axes.semilogx(curve.seconds, curve.quality, linewidth=1.2, linestyle=line_style, **style)
-                if first and curve.method == "dense":
-                    axes.axhline(curve.target, color="0.6", linestyle=":", linewidth=1)
-            label(axes, f"{task}, {hosts} hosts, {NAMES[rate]}", x="seconds of training")
         line[0].set_ylabel(TASKS[task].unit)
     grid[0][0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)
