@@ -77,11 +77,10 @@ def write_results(file: Path, kept: Any) -> None:
     fresh.replace(file)
 
 
-def keep(file: Path, key: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the figures of a cell, with the environment, into a file, in the place of those that it had; them."""
+def keep(file: Path, key: str, figures: Mapping[str, Any]) -> None:
+    """Put the figures of a cell, with the environment, into a file, in the place of those that it had."""
     cell = {"environment": environment(), **figures}
     write_results(file, dict(sorted({**read_results(file), key: cell}.items())))
-    return cell
 
 
 def complete(file: Path, cells: Mapping[str, Callable[[], Mapping[str, Any]]], one_machine: bool = True) -> None:

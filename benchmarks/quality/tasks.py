@@ -208,7 +208,10 @@ class Text(Task):
         """Mean cross entropy of every next symbol."""
         train = self.corpus()[0]
         starts = torch.randint(0, len(train) - self.window - 1, (samples, 1), generator=draw)
-        windows = train[starts + torch.arange(self.window + 1)].long()
+        return self.entropy(train[starts + torch.arange(self.window + 1)].long())
+
+    def entropy(self, windows: Tensor) -> Tensor:
+        """Mean cross entropy of every symbol of these windows but the first ones."""
         return functional.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
     def test_data(self) -> tuple[Tensor, Tensor]:
@@ -274,13 +277,8 @@ class Tokens(Text):
         """Tokens to train on and to test on."""
         return tokens.corpus()
 
-    def loss(self, samples: int, draw: Generator) -> Tensor:
-        """Mean cross entropy of every next token, in mixed precision on a GPU."""
-        train = self.corpus()[0]
-        starts = torch.randint(0, len(train) - self.window - 1, (samples, 1), generator=draw)
-        return self._entropy(train[starts + torch.arange(self.window + 1)])
-
-    def _entropy(self, windows: Tensor) -> Tensor:
+    def entropy(self, windows: Tensor) -> Tensor:
+        """The same in mixed precision on a GPU."""
         windows = windows.to(self._device, torch.long)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             scores = self.model(windows[:, :-1]).flatten(0, 1)
@@ -293,7 +291,7 @@ class Tokens(Text):
         starts = torch.linspace(0, len(held_out) - self.window - 1, self.tested).long()[:, None]
         windows = held_out[starts + torch.arange(self.window + 1)]
         parts = windows.split(self.settings.batch)
-        losses = [self._entropy(part).double() * len(part) for part in parts]
+        losses = [self.entropy(part).double() * len(part) for part in parts]
         return Quality(torch.stack(losses).sum().item() / self.tested, 0.0)
 
 
