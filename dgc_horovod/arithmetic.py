@@ -26,7 +26,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, MomentumCorrection
-from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, no_momentum, of_other, refusal
+from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, of_other, refusal
 from dgc_horovod.state.parts import ADAM_UPDATES, CHANGES, GRADIENTS, SGD_UPDATES
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
 
@@ -287,8 +287,6 @@ def choose(
     for each in options if splits else ():
         stock.check(each)
     told = list(stock.notices if splits else stock.notices_unsplit)
-    if MOMENTUM not in stock.slots and config.momentum_dtype != "fp32":
-        told.append(no_momentum(user_class))
     if not stock.is_split:
         told += of_other(user_class, config.momentum_correction)
     return stock if splits else Arithmetic(), told

@@ -79,8 +79,8 @@ class Presets:
 
         Adam and AdamW divide the gradient by a second moment that all ranks share: docs/algorithm.md#adam.
 
-        Memory: 8 bytes an element (u, v), 6 with ``momentum_dtype="bf16"``; Adam 4. Cost: one pass over gradient, u and
-        v, 20 bytes an element, or 16; Adam 12, and one more pass for the second moment.
+        Memory: 8 bytes an element (u, v); Adam 4. Cost: one pass over gradient, u and v, 20 bytes an element; Adam 12,
+        and one more pass for the second moment.
         """
         return cls._preset("dgc", density=density, **fields)
 

@@ -52,9 +52,6 @@ VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
-# A momentum that fades by less than half a unit in the last of bfloat16's 8 binary digits, 2**-8, does not fade at all.
-_MOST_MOMENTUM = {"fp32": 1.0, "bf16": 0.99}
-MOMENTUM_DTYPES = tuple(_MOST_MOMENTUM)
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
 _FLOAT32 = np.finfo(np.float32)
@@ -79,8 +76,6 @@ class DGCConfig:
         scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
         momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). With Adam and
             AdamW, whether gradients are divided by the second moment there; other optimizers have no such form.
-        momentum_dtype: number format in which SGD's momentum is kept, under momentum correction: fp32; or bf16, of half
-            the memory, for momenta of up to 0.99. What enters the residual is the sum before it is rounded.
         factor_masking: whether momentum is cleared where an element was sent (DGC section 3.2). Meant for densities of
             2% and less: where much is sent, it takes the momentum away.
         clip_norm: L2 norm c at which the averaged whole-model gradient would be clipped, > 0; each rank
@@ -130,7 +125,6 @@ class DGCConfig:
     rule: str = setting("exact", "selection rule", choice(RULES), WHAT, by_method=True)
     scope: str = setting("bucket", "the largest of each bucket, or of each tensor", choice(SCOPES), WHAT)
     momentum_correction: bool = setting(True, "momentum goes before selection (DGC 3.1)", SWITCH, WHAT, by_method=True)
-    momentum_dtype: str = setting("fp32", "number format of SGD's momentum", choice(MOMENTUM_DTYPES), WHAT)
     factor_masking: bool = setting(
         True, "momentum is cleared where an element was sent (DGC 3.2)", SWITCH, WHAT, by_method=True
     )
@@ -202,11 +196,6 @@ class DGCConfig:
             )
         if self.warmup is not None and not rule.sets_density:
             yield f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
-        if self.momentum_dtype != "fp32" and not self.momentum_correction:
-            yield (
-                f"momentum_dtype={self.momentum_dtype!r} goes with momentum correction: use Compression.dgc(...) or "
-                "auto(...), or --compression dgc; other methods leave the momentum to the optimizer"
-            )
         asked_for = {"local": local, AUTO: self.automatic}
         for row in settings.rows_of(self):
             if getattr(self, row.field) != row.default and not asked_for.get(row.method, True):
@@ -226,19 +215,6 @@ class DGCConfig:
     def sends_all(self) -> bool:
         """Whether every element is sent at every step."""
         return self.density == 1.0 and RULES[self.rule].sets_density and self.warmup is None
-
-    @property
-    def momentum_bytes(self) -> int:
-        """Bytes of an element of SGD's momentum."""
-        return {"fp32": 4, "bf16": 2}[self.momentum_dtype]
-
-    def check_momentum(self, momentum: float) -> None:
-        """Raise UnsupportedUse for a momentum that `momentum_dtype` has no digits for."""
-        if momentum > _MOST_MOMENTUM[self.momentum_dtype]:
-            raise UnsupportedUse(
-                f"momentum_dtype='bf16' has too few digits for a momentum of {momentum:g}, which would hardly fade; use"
-                f" at most {_MOST_MOMENTUM[self.momentum_dtype]:g}, or momentum_dtype='fp32'"
-            )
 
     @property
     def exchanges_weights(self) -> bool:

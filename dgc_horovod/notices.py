@@ -78,11 +78,6 @@ def of_other(optimizer: type, corrects: bool) -> list[str]:
     return [f"{runs}, which may cost quality (docs/algorithm.md)"]
 
 
-def no_momentum(optimizer: type) -> str:
-    """Return the notice for a class of optimizers without a momentum that could be kept in bfloat16."""
-    return f"momentum_dtype is for SGD; the state of {optimizer.__name__} stays float32"
-
-
 def not_finite(number: int, where: str, rounds: bool = False) -> str:
     """Return the message on a skipped step, or exchange of local steps.
 

@@ -74,10 +74,6 @@ def sharded(size: Size) -> None:
         _same(four, config)
 
 
-def momentum_in_bf16(size: Size) -> None:
-    """Rounded where it is kept, masked, and given back by a step that is not applied."""
-    for feeds in ("momentum", "Nesterov"):
-        _same(size, DGCConfig(density=0.02, momentum_dtype="bf16"), feeds=FEEDS[feeds])
 
 
 def the_device_does_it(size: Size) -> None:
@@ -229,7 +225,6 @@ CHECKS: dict[str, Check] = {
     "sent whole": _check(values="8bit", whole=True),  # small tensors, in 8 bits
     "sharded": sharded,
     "without masking": _check(factor_masking=False),  # u stays
-    "momentum in bf16": momentum_in_bf16,
     "the device does it": the_device_does_it,
     "under way together": under_way_together,
     "damaged packets": damaged_packets,

@@ -33,7 +33,6 @@ def compress(model: str) -> list[dict[str, Any]]:
     rows = []
     for rule, density in (("exact", 0.001), ("sampled", 0.001), ("gaussian", 0.001), ("exact", 0.01)):
         rows += _ours(model, rule, DGCConfig(rule=rule, density=density))
-    rows += _ours(model, "exact, bf16 momentum", DGCConfig(momentum_dtype="bf16"))
     for density in (0.001, 0.01):
         rows += _ours(model, "exact, AdamW", DGCConfig(density=density), adam=True)
     return rows + _baselines(model)

@@ -35,7 +35,6 @@ _NOT_LEARNING = (
     "check_every", "on_mismatch", "on_nonfinite", "max_skipped", "exchange", "node_size", "max_bytes_per_step",
     "local_steps", "local_decay", "outer_rate", "outer_momentum", "offload",  # where there are none
     "automatic", "total_steps",  # there is nothing to choose in a simulation
-    "momentum_dtype",  # which `settings` tells apart below
 )  # fmt: skip
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 3  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
@@ -184,8 +183,6 @@ def settings(run: Run) -> str:
     given = {} if config is None else vars(config)
     fields = sorted((name, value) for name, value in given.items() if name not in _NOT_LEARNING)
     others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
-    if given.get("momentum_dtype", "fp32") != "fp32":
-        others = (*others, "momentum in bf16")
     if variant in EXCHANGES.values():
         others = (*others, variant.node_size, variant.shard_density)
     if config is not None and config.local_steps is not None:

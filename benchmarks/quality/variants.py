@@ -122,7 +122,6 @@ CHOICES = {
     "dgc, density falls, no warm-up": Variant(_dgc(), falls=True),
     "dgc, factor_masking=False": Variant(_dgc(factor_masking=False)),
     "dgc, masking from 2% down": Variant(_dgc(), masks_below=0.02),
-    "dgc, momentum in bf16": Variant(_dgc(momentum_dtype="bf16")),
     "dgc, density 1%": Variant(_dgc(density=0.01)),
     "dgc, density 0.1%": Variant(_dgc(density=0.001)),
 }

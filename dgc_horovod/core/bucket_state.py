@@ -21,22 +21,13 @@ class BucketState(State):
         kernels: backend on the device that holds the gradients.
         rank: index of this worker among those that exchange the bucket.
         shards: assignment of elements to shard owners; None without owners.
-        momentum_dtype: dtype of u, "fp32" or "bf16"; u is read and written as float32.
 
-    Memory: v, 4 bytes an element; with momentum 4 more, or 2; 4 for each element of a shard.
+    Memory: v, 4 bytes an element; with momentum 4 more; 4 for each element of a shard.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        kernels: Kernels,
-        rank: int = 0,
-        shards: Shards | None = None,
-        momentum_dtype: str = "fp32",
-    ) -> None:
+    def __init__(self, bucket: Bucket, kernels: Kernels, rank: int = 0, shards: Shards | None = None) -> None:
         super().__init__(kernels.new(bucket.numel))
         self._bucket, self._kernels, self._rank, self._shards = bucket, kernels, rank, shards
-        self._momentum_dtype = momentum_dtype
 
     def clear(self) -> None:
         """Set the residual, the momentum and the remainder to zero."""
@@ -81,21 +72,13 @@ class BucketState(State):
     def momentum(self) -> Array:
         """Return the momentum u of the bucket; it is allocated at first use."""
         if self.u is None:
-            self.u = self._kernels.new(self._bucket.numel, self._momentum_dtype)
+            self.u = self._kernels.new(self._bucket.numel)
         return self.u
-
-    @property
-    def _is_narrow(self) -> bool:
-        """Whether u is bfloat16, for which the backend's arrays have no arithmetic."""
-        return self.u is not None and self._momentum_dtype != "fp32"
 
     def add_momentum(self, i: int, values: np.ndarray) -> None:
         """Add `values` to the momentum of segment i, float32 of its size on the host."""
         u = self.momentum()[self._bucket.segments[i].place]
-        if self._is_narrow:
-            self._kernels.write(u, self._kernels.to_host(u) + values)
-        else:
-            u += self._kernels.from_host(values)
+        u += self._kernels.from_host(values)
 
     def move_in(self, i: int, other: BucketState, j: int) -> None:
         """Move the state of segment j of `other` to segment i."""
@@ -129,9 +112,7 @@ class BucketState(State):
     def rescale(self, factor: float) -> None:
         """Multiply u, v and the remainder by `factor`."""
         for x in (self.v, self.u, self.remainder):
-            if x is self.u and self._is_narrow:
-                self._kernels.write(x, self._kernels.to_host(x) * np.float32(factor))
-            elif x is not None:
+            if x is not None:
                 x *= factor
 
     def fade(self, i: int, factor: float) -> None:

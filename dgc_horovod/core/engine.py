@@ -60,7 +60,7 @@ class BucketEngine:
         bucket: layout of this worker's slice; the whole bucket if G is 1.
         whole: layout of the whole bucket.
 
-    Memory, for the slice: v, 4 bytes an element; u from the first step with momentum, 4 or 2 more; with shard owners 4
+    Memory, for the slice: v, 4 bytes an element; u from the first step with momentum, 4 more; with shard owners 4
     for each element of a shard; about 90 bytes for each of the k selected elements (candidates, packets), and 8 for
     each received element.
     """
@@ -74,7 +74,7 @@ class BucketEngine:
         slices = bucket.slices(node_size)
         self.bucket = bucket = slices[self.topology.local_rank]
         shards = Shards(bucket.numel, self.topology.nodes) if config.shards else None
-        self.state = BucketState(bucket, kernels, self.topology.node, shards, config.momentum_dtype)
+        self.state = BucketState(bucket, kernels, self.topology.node, shards)
         self.gradients = kernels.gradients(bucket)
         self.outputs: Outputs = (
             kernels.outputs(bucket) if node_size == 1 else SlicedOutputs(self.whole, slices, kernels)
@@ -98,12 +98,8 @@ class BucketEngine:
             i: index of the segment in the bucket, from 0.
             gradient: flat float32 Array, or a tensor if `Kernels.takes_tensors`; must not change before `message`.
             accumulation: form in which the gradient enters the residual.
-
-        Raises:
-            UnsupportedUse: the momentum is too close to 1 for bfloat16.
         """
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
-            self.config.check_momentum(accumulation.momentum)
             self._has_momentum = True
             self.state.momentum()
         self.adds_directions = isinstance(accumulation, SharedMoment)

@@ -2,8 +2,7 @@
 
 Arithmetic rules, so that backends, instruction sets and thread counts agree exactly:
 
-* float32 state, except momentum in bfloat16, which is rounded to nearest even when it is written; finite values stay
-  finite;
+* float32 state;
 * every product is rounded before it is added (no fused multiply-add);
 * hyper-parameters are rounded to float32 before use;
 * sums are taken in float64 over the fixed tree described in `Kernels.sums`;
@@ -39,8 +38,6 @@ class ErrorFeedback:
 @dataclass(frozen=True)
 class MomentumCorrection:
     """The momentum enters the residual (DGC 3.1): ``u = m*u + g; v += u``, Nesterov ``v += g; v += m*u``.
-
-    With u in bfloat16, the sum enters v before it is rounded.
 
     Args:
         momentum: m in [0, 1), read from the parameter group at every step.
@@ -97,7 +94,7 @@ def joined(parts: Sequence[Elements]) -> Elements:
 class State:
     """The state of a bucket on one rank: the residual v, and the momentum u, allocated at first use.
 
-    All arrays are float32, except that u may be bfloat16.
+    All arrays are float32.
 
     Reading `v` gives the residual after sending. A backend may defer that write until v is read, or, without `masked`,
     until its next pass over v, with the elements in the cache: writing a hundredth of them costs a sixth of a pass.
@@ -264,20 +261,20 @@ class Kernels(Protocol):
 
     # -- arrays
 
-    def new(self, numel: int, dtype: str = "fp32") -> Array:
-        """Return a zero vector of `numel` "fp32" or "bf16" numbers."""
+    def new(self, numel: int) -> Array:
+        """Return a float32 vector of `numel` zeros."""
 
     def to_host(self, x: Array) -> np.ndarray:
-        """Return `x` as a float32 NumPy array; a view if x is float32 on the host."""
+        """Return `x` as a float32 NumPy array; a view if x is on the host."""
 
     def fetch(self, arrays: Sequence[Array]) -> list[np.ndarray]:
-        """Return `to_host` of several float32 vectors, with one wait for a device."""
+        """Return `to_host` of several vectors, with one wait for a device."""
 
     def from_host(self, values: np.ndarray) -> Array:
         """Return a float32 host vector as an Array; a view if Arrays are on the host."""
 
     def write(self, x: Array, values: np.ndarray) -> None:
-        """``x = values``, from float32 on the host, rounded if x is bfloat16 (see above)."""
+        """``x = values``, from float32 on the host."""
 
     def fill_zero(self, x: Array) -> None:
         """``x = 0``."""
@@ -308,7 +305,7 @@ class Kernels(Protocol):
             max_candidates: largest number of candidates wanted, >= 0.
             want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
 
-        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element, 16 if u is bfloat16;
+        Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element;
         without 12, also with a shared second moment. Writes are to elements in the cache, and take little time.
         """
 

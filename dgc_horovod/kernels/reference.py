@@ -8,49 +8,36 @@ import numpy as np
 
 from dgc_horovod.kernels.composed import ComposedKernels, first_sign
 from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
-from dgc_horovod.wire.codecs import rounded, widened
-
-DTYPES = {"fp32": np.float32, "bf16": np.uint16}
-
-
-def is_narrow(x: np.ndarray | None) -> bool:
-    """Return whether `x` has the bits of bfloat16 numbers."""
-    return x is not None and x.dtype == DTYPES["bf16"]
-
-
-def _as_in(x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Convert float32 values to the format of `x`."""
-    return rounded(values) if is_narrow(x) else values
 
 
 class NumpyArrays:
-    """The methods of `contract.Kernels` on NumPy arrays of the `DTYPES`."""
+    """The methods of `contract.Kernels` on float32 NumPy arrays."""
 
     array_kind = "numpy"
 
-    def new(self, numel: int, dtype: str = "fp32") -> np.ndarray:
-        return np.zeros(numel, DTYPES[dtype])
+    def new(self, numel: int) -> np.ndarray:
+        return np.zeros(numel, np.float32)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
-        return widened(x) if is_narrow(x) else x
+        return x
 
     def fetch(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [self.to_host(x) for x in arrays]
+        return list(arrays)
 
     def from_host(self, values: np.ndarray) -> np.ndarray:
         return values
 
     def write(self, x: np.ndarray, values: np.ndarray) -> None:
-        x[...] = _as_in(x, values)
+        x[...] = values
 
     def fill_zero(self, x: np.ndarray) -> None:
         x.fill(0)
 
     def take(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self.to_host(x[positions])
+        return x[positions]
 
     def put(self, x: np.ndarray, elements: Elements) -> None:
-        x[elements.positions] = _as_in(x, elements.values)
+        x[elements.positions] = elements.values
 
     def sample(self, x: np.ndarray, start: int, stride: int) -> np.ndarray:
         return np.abs(x[start::stride])

@@ -11,21 +11,12 @@ import torch
 from dgc_horovod.kernels.composed import ComposedKernels, first_sign
 from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
 _PINNED = 1 << 20  # bytes; larger vectors are not copied through pinned memory, which torch keeps
 
 
 def _scaled(g: torch.Tensor, scale: float) -> torch.Tensor:
     return g if scale == 1.0 else g * scale
-
-
-def _copy(x: torch.Tensor, values: torch.Tensor) -> None:
-    """``x = values``, from float32; if x is bfloat16, finite values stay finite."""
-    if x.dtype == torch.bfloat16:
-        bits = values.contiguous().view(torch.int32)
-        values = torch.where((bits & 0x7FFF0000) == 0x7F7F0000, bits & -0x10000, bits).view(torch.float32)
-    x.copy_(values)
 
 
 def _chunk_sums(x: torch.Tensor) -> torch.Tensor:
@@ -61,8 +52,8 @@ class TorchEagerKernels(ComposedKernels):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
-    def new(self, numel: int, dtype: str = "fp32") -> torch.Tensor:
-        return torch.zeros(numel, dtype=_DTYPES[dtype], device=self.device)
+    def new(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, device=self.device)
 
     def from_dlpack(self, capsule: object) -> torch.Tensor:
         """Convert another framework's vector on this device to an Array in the same memory."""
@@ -106,13 +97,11 @@ class TorchEagerKernels(ComposedKernels):
     ) -> None:
         g = _scaled(g, scale)
         # mul_ then add_, never add_(alpha=), which fuses them and differs in a quarter of the elements
-        moved = u.float().mul_(momentum).add_(g)  # u itself, if it is float32
-        if moved is not u:
-            _copy(u, moved)
+        u.mul_(momentum).add_(g)
         if nesterov:
-            v.add_(g).add_(moved * momentum)
+            v.add_(g).add_(u * momentum)
         else:
-            v.add_(moved)
+            v.add_(u)
 
     def spread(self, x: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         return x[torch.from_numpy(index).to(self.device)]
@@ -153,10 +142,10 @@ class TorchEagerKernels(ComposedKernels):
         return x[start::stride].abs().cpu().numpy()
 
     def take(self, x: torch.Tensor, positions: np.ndarray) -> np.ndarray:
-        return x[self._index(positions)].float().cpu().numpy()
+        return x[self._index(positions)].cpu().numpy()
 
     def put(self, x: torch.Tensor, elements: Elements) -> None:
-        x[self._index(elements.positions)] = torch.from_numpy(elements.values).to(self.device, x.dtype)
+        x[self._index(elements.positions)] = torch.from_numpy(elements.values).to(self.device)
 
     def add_at(self, x: torch.Tensor, positions: np.ndarray, values: np.ndarray) -> None:
         index = self._index(positions)
@@ -172,7 +161,7 @@ class TorchEagerKernels(ComposedKernels):
         torch.mul(source, scale, out=x)
 
     def to_host(self, x: torch.Tensor) -> np.ndarray:
-        return x.float().cpu().numpy()
+        return x.cpu().numpy()
 
     def fetch(self, arrays: Sequence[torch.Tensor]) -> list[np.ndarray]:
         if not arrays:
@@ -181,7 +170,7 @@ class TorchEagerKernels(ComposedKernels):
         return np.split(self.to_host(torch.cat(list(arrays))), ends[:-1])
 
     def write(self, x: torch.Tensor, values: np.ndarray) -> None:
-        _copy(x, self.from_host(values))
+        x.copy_(self.from_host(values))
 
     def from_host(self, values: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(values)

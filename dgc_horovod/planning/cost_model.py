@@ -7,8 +7,8 @@ senders: N, or M nodes, or, with shard owners, as much as 2::
               + the wait for Horovod of each round that depends on another (`collectives.waiting`)
     cpu       compress * n/G + encode * k/G + decode * S*k + update * n + overhead; PowerSGD factorise * rank * n
     step      T + cpu + network, less the hidden part of the network: at most overlap * T, and not the last bucket's
-    memory    bytes of momentum and the state of compression: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G (6n/G
-              with momentum in bf16), with owners 4n/N more, 80 for each element sent and 8 for each received
+    memory    bytes of momentum and the state of compression: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G,
+              with owners 4n/N more, 80 for each element sent and 8 for each received
 
 Not in the model: the density warm-up, workers that wait for the slowest, shared switches.
 """
@@ -208,7 +208,7 @@ def _of_compression(config: DGCConfig, numel: int, cluster: Cluster, machine: Ma
     received = 2 * sent if config.shards else topology.nodes * sent
     cpu = machine.compress * kept + machine.encode * sent_here + machine.decode * received
     cpu += machine.update * numel + machine.overhead
-    memory = (4 + config.momentum_bytes) * kept + 4 * numel / cluster.workers * config.shards
+    memory = 8 * kept + 4 * numel / cluster.workers * config.shards
     memory += _SENT_BYTES * sent_here + _RECEIVED_BYTES * received
     return cpu, round(memory)
 

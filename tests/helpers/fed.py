@@ -15,7 +15,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nesterov, clipped, per tensor": ({"clip_norm": 2.0, "scope": "tensor"}, {"momentum": 0.8, "nesterov": True}),
     "gaussian, 4 bit, small buckets": ({"rule": "gaussian", "values": "4bit", "bucket_bytes": 9000}, {"momentum": 0.9}),
     "residual only": ({"momentum_correction": False, "factor_masking": False}, {"momentum": 0.9}),
-    "momentum in bf16": ({"momentum_dtype": "bf16"}, {"momentum": 0.9}),
     "scattered": ({"density": 0.4}, {"momentum": 0.9}),
 }
 DENSITY, MIN_NUMEL, RATE = 0.03, 16, 0.1

@@ -35,23 +35,18 @@ _KINDS = {
         ("numel", "max_candidates", "k", "blocks", "capacity", "values_at", "scales_at", "words", "packet_words",
          "high_at", "bits", "chunks", "ranks", "first_row", "before", "rows", "columns"), "i32"),
 }  # fmt: skip
-_LOW, _CODECS, _FEEDS, _WITH_MOMENTUM = (0, 9), range(1, 7), range(4), (1, 2)
+_LOW, _CODECS, _FEEDS = (0, 9), range(1, 7), range(4)
 KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (
         accumulate.accumulate,
         accumulate.WARPS,
-        [
-            {"FEED": accumulation, "ALIGNED": aligned, "NARROW": narrow}
-            for accumulation in _FEEDS
-            for aligned in (0, 1)
-            for narrow in ((0, 1) if accumulation in _WITH_MOMENTUM else (0,))
-        ],
+        [{"FEED": accumulation, "ALIGNED": aligned} for accumulation in _FEEDS for aligned in (0, 1)],
     ),
     (select.refine, 4, [{}]),
     (select.count, 4, [{}]),
     (select.gather, 4, [{}]),
     (encode.encode, 4, [{"LOW": low, "CODEC": codec} for codec in _CODECS for low in _LOW]),
-    (encode.update_residual, 4, [{"MASKS": masks, "NARROW": narrow} for masks, narrow in ((0, 0), (1, 0), (1, 1))]),
+    (encode.update_residual, 4, [{"MASKS": masks} for masks in (0, 1)]),
     (decode.survey, 4, [{}]),
     (decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
     (decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
@@ -63,8 +58,7 @@ KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
 
 def compiled(kernel: Any, warps: int, constants: dict[str, int], capability: int) -> Any:
     """`kernel` for one kind of device."""
-    kinds = {**_KINDS, "u": "*i16"} if constants.get("NARROW") else _KINDS
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "*i32") for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else _KINDS.get(name, "*i32") for name in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(signature)

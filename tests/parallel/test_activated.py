@@ -62,7 +62,7 @@ def test_adam_is_told_once_on_rank_0(ranks):
 def test_what_is_said_of_other_optimizers_is_said_on_rank_0_too(ranks):
     """Every rank said it, before it knew whether anything would be compressed."""
     first, second = (rank["adam_is_told"]["others"] for rank in ranks)
-    assert len(first) == 2 and "RMSprop stays float32" in first[0] and "plain error feedback" in first[1]
+    assert len(first) == 1 and "plain error feedback" in first[0]
     assert second == []
 
 

@@ -9,7 +9,6 @@ from tests.helpers.ranks import run_ranks
 STATED = {
     "momentum": 8,
     "momentum and decay": 12,
-    "momentum in bf16": 6,
     "no momentum": 4,
     "tensor scope": 8,
     "gaussian, 4 bits": 8,
@@ -19,7 +18,7 @@ STATED = {
 @pytest.mark.parallel
 @pytest.mark.slow
 def test_extra_memory_is_as_stated():
-    """docs/design.md: 8 bytes a parameter (u, v; 6 with u in bfloat16), 4 more with weight decay; and a bucket's."""
+    """docs/design.md: 8 bytes a parameter (u, v), 4 more with weight decay; and a bucket's."""
     for rank in run_ranks(2, ["memory.extra_bytes"], fresh=True):
         found = rank["memory.extra_bytes"]
         assert 8 <= found["base"] < 9, "weights and gradients"

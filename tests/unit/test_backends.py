@@ -35,13 +35,6 @@ def test_rule_and_codec(rule, values, kernels):
 
 
 @pytest.mark.parametrize("kernels", EACH[1:])
-@pytest.mark.parametrize("rule", RULES)
-def test_momentum_in_bf16(rule, kernels):
-    for accumulation in ("Nesterov", "several"):
-        assert same(kernels, config_for(rule, momentum_dtype="bf16"), feeds=FEEDS[accumulation])
-
-
-@pytest.mark.parametrize("kernels", EACH[1:])
 @pytest.mark.parametrize("values", ["bf16", "8bit"])
 def test_whole_buckets(values, kernels):
     assert same(kernels, DGCConfig(values=values), feeds=FEEDS["no momentum"], whole=True)

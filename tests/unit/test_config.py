@@ -24,8 +24,6 @@ from dgc_horovod.schedule import density_at
         ({"clip_norm": float("inf")}, "clip_norm must be a positive finite number"),
         ({"min_numel": 0}, "min_numel must be a whole number >= 1, got 0"),
         ({"bucket_bytes": 1.5}, "bucket_bytes must be a whole number >= 1, got 1.5"),
-        ({"momentum_dtype": "fp16"}, "momentum_dtype must be one of fp32, bf16"),
-        ({"momentum_dtype": "bf16", "momentum_correction": False}, "goes with momentum correction"),
         ({"momentum_correction": "yes"}, "momentum_correction must be True or False"),
         ({"offload": True}, "offload goes with Compression.local"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from benchmarks.planning import simulation
 from dgc_horovod import DGCConfig
-from dgc_horovod.config import MOMENTUM_DTYPES
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import card_bytes
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
@@ -152,12 +151,6 @@ def test_what_hides():
     hidden = clipped.step_seconds - found.step_seconds
     assert 0 < hidden <= 2 / 3 * MACHINE.computing + 1e-9 and found.network_seconds == clipped.network_seconds
     assert 0 < found.efficiency < 1
-
-
-def test_momentum_in_bf16_is_two_bytes_less():
-    configs = (DGCConfig(momentum_dtype=name) for name in MOMENTUM_DTYPES)
-    wide, narrow = (cost("flat", SPECS, config, Cluster(2, GIGABIT), MACHINE).memory_bytes for config in configs)
-    assert wide - narrow == pytest.approx(2 * sum(spec.numel for spec in SPECS), abs=1)
 
 
 def test_memory_is_shared_by_a_node():

@@ -140,7 +140,7 @@ def test_another_method_leaves_the_threshold_of_the_file_behind():
 EVERYONES = {"DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.001", "DGC_WARMUP_STEPS": "2000", "DGC_ALLOW_INACTIVE": "on"}
 FULL = {
     "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.001", "DGC_WARMUP_EPOCHS": "4", "DGC_WARMUP_STEPS_PER_EPOCH": "390",
-    "DGC_WARMUP_FIRST_DENSITY": "1", "DGC_CLIP_NORM": "1", "DGC_MOMENTUM_DTYPE": "bf16",
+    "DGC_WARMUP_FIRST_DENSITY": "1", "DGC_CLIP_NORM": "1",
     "DGC_EXCHANGE": "auto", "DGC_CHECK_EVERY": "10",
 }  # fmt: skip
 

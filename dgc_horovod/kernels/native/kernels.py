@@ -29,7 +29,7 @@ from dgc_horovod.kernels.native.library import (
     load,
     zeros,
 )
-from dgc_horovod.kernels.reference import DTYPES, NumpyArrays, is_narrow
+from dgc_horovod.kernels.reference import NumpyArrays
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw
 from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
@@ -117,12 +117,10 @@ class NativeKernels(NumpyArrays):
 
     # -- arrays
 
-    def new(self, numel: int, dtype: str = "fp32") -> np.ndarray:
-        return zeros(numel, DTYPES[dtype])
+    def new(self, numel: int) -> np.ndarray:
+        return zeros(numel, np.float32)
 
     def put(self, x: np.ndarray, elements: Elements) -> None:
-        if is_narrow(x):
-            return super().put(x, elements)
         self._library.dgc_put(address(x), address(elements.positions), address(elements.values), elements.values.size)
 
     # -- the pass over a bucket
@@ -162,7 +160,7 @@ class NativeKernels(NumpyArrays):
         """Return the arguments of `dgc_pass`: addresses, whose memory the caller keeps alive."""
         scratch.make_room(max_candidates)
         return (
-            address(v), address(u), is_narrow(u), address(segments), len(segments), scale, address(ranges), len(ranges),
+            address(v), address(u), address(segments), len(segments), scale, address(ranges), len(ranges),
             *map(address, left), left.values.size, want_sums, address(scratch.found), self.threads,
         )  # fmt: skip
 
@@ -239,7 +237,7 @@ class NativeKernels(NumpyArrays):
             return
         u = None if masked is None else state.u
         what = (*map(address, elements), address(decoded), decoded.size, address(masked))
-        self._library.dgc_settle(address(state.v), address(u), is_narrow(u), *what)
+        self._library.dgc_settle(address(state.v), address(u), *what)
 
     def outputs(self, bucket: Bucket) -> NativeOutputs:
         return NativeOutputs(bucket)

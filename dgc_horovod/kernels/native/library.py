@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_INTERFACE = 9  # of dispatch.cpp
+_INTERFACE = 10  # of dispatch.cpp
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_interface": (_INT, ()),
     "dgc_use_openmp": (None, (_POINTER,)),
@@ -32,7 +32,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (
             _POINTER,
             _POINTER,
-            _INT,
             _POINTER,
             _LONG,
             _FLOAT,
@@ -52,7 +51,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_kth_largest": (_FLOAT, (_POINTER, _LONG, _LONG)),
     "dgc_keep_largest": (_LONG, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER)),
     "dgc_keep_at_least": (_LONG, (_POINTER, _POINTER, _LONG, _FLOAT)),
-    "dgc_settle": (None, (_POINTER, _POINTER, _INT, *[_POINTER] * 3, _LONG, _POINTER)),
+    "dgc_settle": (None, (*[_POINTER] * 5, _LONG, _POINTER)),
     "dgc_put": (None, (_POINTER, _POINTER, _POINTER, _LONG)),
     "dgc_fill": (_INT, (_POINTER, _LONG, _POINTER, _LONG, _FLOAT, _INT, _POINTER, _LONG)),
     "dgc_fill_summed": (_INT, (_POINTER, _LONG, _POINTER, _FLOAT)),

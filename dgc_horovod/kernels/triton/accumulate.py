@@ -23,7 +23,6 @@ RESIDUAL_FEED, MOMENTUM_FEED, NESTEROV_FEED, SHARED_FEED = (tl.constexpr(i) for 
 ROWS, COLUMNS, WIDTH, OFFSET, FACTORS = (tl.constexpr(i) for i in range(5))
 
 _SIZE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
-_UPPER, _LARGEST = tl.constexpr(0x7FFF0000), tl.constexpr(0x7F7F0000)  # bfloat16: mask of the magnitude, largest finite
 
 
 @triton.jit
@@ -45,27 +44,6 @@ def is_finite(x):
 
 
 @triton.jit
-def momentum_at(u, at, inside, NARROW: tl.constexpr):
-    """Load elements of u as float32; NARROW: u has the bits of bfloat16 numbers, int16."""
-    if NARROW:
-        x = (tl.load(u + at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = tl.load(u + at, mask=inside, other=0.0)
-    return x
-
-
-@triton.jit
-def _keep_momentum(u, at, x, inside, NARROW: tl.constexpr):
-    """Write float32 `x` to u; with NARROW rounded to nearest even, and finite values stay finite."""
-    if NARROW:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where((bits & _UPPER) == _LARGEST, (bits >> 16) << 16, bits)  # no carry to infinity
-        tl.store(u + at, ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16), mask=inside)
-    else:
-        tl.store(u + at, x, mask=inside)
-
-
-@triton.jit
 def factors_of(factors, segment):
     """Return pointers to the row and column factors of a segment's tensor, its number of columns, and its offset."""
     at = factors + segment * FACTORS
@@ -77,12 +55,12 @@ def factors_of(factors, segment):
 @triton.jit(do_not_specialize=["max_candidates"])
 def accumulate(
     v, u, gradients, factors, starts, spread, thresholds, numbers, report, positions, values, bases, counts,
-    histogram, numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr,
+    histogram, numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """``v += accumulate(g)``; list the elements that reach their segment's threshold.
 
     Args:
-        v, u: state of the bucket, flat float32. NARROW: u has the bits of bfloat16 numbers, int16.
+        v, u: state of the bucket, flat float32.
         gradients: address of each segment's gradient, int64.
         factors: of a shared second moment, int64, FACTORS a segment.
         starts: position of each segment's first element, int32, followed by the end of the bucket.
@@ -95,7 +73,7 @@ def accumulate(
         bases, counts: index in the list of each block's first candidate, and their number, int32.
         histogram: number of candidates by height above the threshold, BINS of int32; the last bin is open.
 
-    Cost: 20 bytes an element with momentum, 16 with NARROW, 12 without momentum or with a shared second moment.
+    Cost: 20 bytes an element with momentum, 12 without momentum or with a shared second moment.
     """
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -106,7 +84,7 @@ def accumulate(
     scale, momentum = tl.load(numbers + SCALE), tl.load(numbers + MOMENTUM)
     kept = tl.load(v + at, mask=inside, other=0.0)
     if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
-        moved = momentum_at(u, at, inside, NARROW)
+        moved = tl.load(u + at, mask=inside, other=0.0)
     g = tl.zeros([BLOCK], tl.float32)
     row, column = g, g
     candidate_threshold = tl.full([BLOCK], 0, tl.int32)
@@ -133,7 +111,7 @@ def accumulate(
         kept = kept + tl.minimum(tl.maximum(g * row * column, -bound), bound)
     else:
         moved = moved * momentum + g
-        _keep_momentum(u, at, moved, inside, NARROW)
+        tl.store(u + at, moved, mask=inside)
         if FEED == NESTEROV_FEED:
             kept = kept + g + moved * momentum
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dgc_horovod.kernels.triton.accumulate import READY, ZEROS, momentum_at, size_of
+from dgc_horovod.kernels.triton.accumulate import READY, ZEROS, size_of
 
 CODED = tl.constexpr(256)  # elements of a program: one block of common scales
 SUMMED = tl.constexpr(1024)  # elements, and words, of a program of `update_residual`
@@ -170,14 +170,11 @@ def encode(
 
 
 @triton.jit(do_not_specialize=["capacity", "words"])
-def update_residual(
-    positions, values, decoded, masked, v, u, report, packet, capacity, words, MASKS: tl.constexpr, NARROW: tl.constexpr
-):
+def update_residual(positions, values, decoded, masked, v, u, report, packet, capacity, words, MASKS: tl.constexpr):
     """``v = values - decoded`` and, with MASKS, ``u = 0`` at the positions; sum the packet for its checksum.
 
     Args:
         masked: values of u at the positions, float32, written here.
-        u: see `accumulate`.
         report: report of the step; the sum is added to the 64 bits at CHECKSUM.
         packet, words: packet with a checksum of zero, and the number of its words.
     """
@@ -188,9 +185,9 @@ def update_residual(
         left = tl.load(values + i, mask=inside, other=0.0) - tl.load(decoded + i, mask=inside, other=0.0)
         tl.store(v + at, left, mask=inside)
         if MASKS:
-            tl.store(masked + i, momentum_at(u, at, inside, NARROW), mask=inside)
+            tl.store(masked + i, tl.load(u + at, mask=inside, other=0.0), mask=inside)
             tl.debug_barrier()  # another thread may zero an element that is still to be read
-            tl.store(u + at, tl.zeros([SUMMED], tl.int16 if NARROW else tl.float32), mask=inside)
+            tl.store(u + at, tl.zeros([SUMMED], tl.float32), mask=inside)
         word = tl.load(packet + i, mask=i < words, other=0).to(tl.int64) & 0xFFFFFFFF
         total = tl.sum(word * (2 * i + 1).to(tl.int64))
         tl.atomic_add((report + CHECKSUM).to(tl.pointer_type(tl.int64)), total, sem="relaxed")

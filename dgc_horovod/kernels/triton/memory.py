@@ -144,16 +144,6 @@ def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
-def is_narrow(u: torch.Tensor | None) -> bool:
-    """Return whether `u` is bfloat16."""
-    return u is not None and u.dtype == torch.bfloat16
-
-
-def bits_of(u: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a bfloat16 vector as its bits, int16, which kernels round as the CPU does; others unchanged."""
-    return u.view(torch.int16) if u is not None and is_narrow(u) else u
-
-
 def value_words(wire: PacketFormat) -> tuple[int, int]:
     """Return the indices of the words of a packet where its values and their scales begin."""
     return HEADER_WORDS.value + wire.values_at // _WORD, HEADER_WORDS.value + wire.scales_at // _WORD

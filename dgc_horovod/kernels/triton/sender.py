@@ -48,8 +48,6 @@ from dgc_horovod.kernels.triton.memory import (
     Recorded,
     Upload,
     addresses,
-    bits_of,
-    is_narrow,
     on_host,
     using,
     value_words,
@@ -156,13 +154,13 @@ class BucketPass:
             state: see `Kernels.accumulate`.
             report, histogram: int32 zeros for the results, of size REPORT and HISTOGRAM.
         """
-        u = state.v if state.u is None else bits_of(state.u)
+        u = state.v if state.u is None else state.u
         given = self.settings.device
         accumulate[(self.map.blocks,)](
             state.v, u, given["gradients"], given["factors"], self.map.starts, self.map.spread, given["thresholds"],
             given["numbers"], report, self.positions,
             self.values, self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
-            FEED=form.feed, ALIGNED=form.aligned, NARROW=is_narrow(state.u), num_warps=WARPS,
+            FEED=form.feed, ALIGNED=form.aligned, num_warps=WARPS,
             **EXACT,
         )  # fmt: skip
 
@@ -212,7 +210,7 @@ class DeviceSentRecord:
         state.v[at] = self.values
         if self.masked is not None:
             assert state.u is not None
-            state.u[at] = self.masked.to(state.u.dtype)
+            state.u[at] = self.masked
 
 
 class TritonSender:
@@ -334,8 +332,8 @@ class TritonSender:
             *self._value_words, LOW=wire.low_bits, CODEC=self._codec, **EXACT,
         )  # fmt: skip
         update_residual[(triton.cdiv(max(k, words), SUMMED.value),)](
-            self._positions, self._values, self._decoded, self._masked, state.v, bits_of(state.u) if masks else state.v,
-            self._report, self._packet, k, words, MASKS=masks, NARROW=is_narrow(state.u), **EXACT,
+            self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
+            self._report, self._packet, k, words, MASKS=masks, **EXACT,
         )  # fmt: skip
 
     def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[AccumulateResult, DeviceSentRecord | None]:

@@ -22,7 +22,6 @@ COMPRESSIONS = {
     "dgc, warm-up": Compression.dgc(**_SMALL, warmup=WarmupSchedule(steps=3 * BATCHES // 2)),
     "clipped, per tensor": Compression.dgc(**_SMALL, clip_norm=0.5, scope="tensor"),
     "gaussian, 4bit": Compression.dgc(**_SMALL, rule="gaussian", values="4bit"),
-    "momentum in bf16": Compression.dgc(**_SMALL, momentum_dtype="bf16"),
     "topk": Compression.topk(**_SMALL),
 }
 OPTIMIZERS: dict[str, Any] = {

@@ -59,7 +59,6 @@ def extra_bytes() -> dict[str, float]:
     forms = {
         "momentum": _ours(Compression.dgc(), momentum=0.9),
         "momentum and decay": _ours(Compression.dgc(), momentum=0.9, weight_decay=1e-3),
-        "momentum in bf16": _ours(Compression.dgc(momentum_dtype="bf16"), momentum=0.9),
         "no momentum": _ours(Compression.dgc()),
         "tensor scope": _ours(Compression.dgc(scope="tensor"), momentum=0.9),
         "gaussian, 4 bits": _ours(Compression.dgc(rule="gaussian", values="4bit"), momentum=0.9),

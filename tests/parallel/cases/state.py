@@ -28,7 +28,6 @@ COMPRESSIONS = {
     "clipped, per tensor": Compression.dgc(**_SMALL, clip_norm=0.5, scope="tensor"),
     "gaussian, momentum correction": Compression.dgc(**_SMALL, rule="gaussian"),
     "sampled, 4bit": Compression.dgc(**_SMALL, rule="sampled", values="4bit"),
-    "momentum in bf16": Compression.dgc(**_SMALL, momentum_dtype="bf16"),
     "random": Compression.random(**_SMALL),
     "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
     "topk": Compression.topk(**_SMALL),

@@ -19,9 +19,11 @@ constexpr int64_t kAhead = 64;
 
 void prefetch(const void* x) { __builtin_prefetch(x, 1, 2); }
 
-template <class Bits>
-void settle(float* v, Bits* u, const int32_t* positions, const float* values, const float* decoded, int64_t count,
-            float* masked) {
+}  // namespace
+
+// v = values - decoded at the positions, u = 0 (if given); u's old values go to `masked`.
+DGC_API void dgc_settle(float* v, float* u, const int32_t* positions, const float* values, const float* decoded,
+                        int64_t count, float* masked) {
     const KeepDenormals here;
     for (int64_t i = 0; i < count; i++) {
         const int64_t ahead = positions[i + kAhead < count ? i + kAhead : i];
@@ -29,21 +31,9 @@ void settle(float* v, Bits* u, const int32_t* positions, const float* values, co
         if (u) prefetch(u + ahead);
         v[positions[i]] = values[i] - decoded[i];
         if (u) {
-            masked[i] = float_of((uint32_t)u[positions[i]] << (32 - 8 * sizeof(Bits)));
+            masked[i] = u[positions[i]];
             u[positions[i]] = 0;
         }
-    }
-}
-
-}  // namespace
-
-// v = values - decoded at the positions, u = 0 (if given; bfloat16 if `narrow`); u's old values go to `masked`.
-DGC_API void dgc_settle(float* v, void* u, int32_t narrow, const int32_t* positions, const float* values,
-                        const float* decoded, int64_t count, float* masked) {
-    if (narrow) {
-        settle(v, static_cast<uint16_t*>(u), positions, values, decoded, count, masked);
-    } else {
-        settle(v, static_cast<uint32_t*>(u), positions, values, decoded, count, masked);
     }
 }
 

@@ -4,13 +4,12 @@
 
 namespace dgc {
 
-// A piece of one segment inside one chunk. u is the momentum, bfloat16 where it is `narrow`.
+// A piece of one segment inside one chunk. u is the momentum.
 struct Piece {
-    void* u;
+    float* u;
     float* v;
     const float* gradient;
     int64_t numel;
-    bool narrow;
     int32_t position;  // of its first element in the bucket
     float scale, threshold;
     float row;             // with kShared: factor of the row that the piece is in, and of its columns

@@ -21,7 +21,6 @@ constexpr int kWidth = 4;
 typedef float Floats __attribute__((vector_size(4 * kWidth), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth), aligned(4)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kWidth), aligned(4)));
-typedef uint16_t HalfBits __attribute__((vector_size(2 * kWidth), aligned(2)));
 constexpr int kHalf = kWidth / 2;
 typedef float HalfFloats __attribute__((vector_size(4 * kHalf), aligned(4)));
 typedef int32_t HalfInts __attribute__((vector_size(4 * kHalf), aligned(4)));
@@ -29,21 +28,6 @@ typedef double Doubles __attribute__((vector_size(4 * kWidth), aligned(4)));
 
 inline Floats load(const float* x) { return *reinterpret_cast<const Floats*>(x); }
 inline void store(float* x, Floats y) { *reinterpret_cast<Floats*>(x) = y; }
-
-// The same for bfloat16, rounded to nearest even; finite values stay finite.
-inline Floats load(const uint16_t* x) {
-    return (Floats)(__builtin_convertvector(*reinterpret_cast<const HalfBits*>(x), Bits) << 16);
-}
-inline void store(uint16_t* x, Floats y) {
-    const Bits at_largest = (Bits)(((Bits)y & 0x7fff0000) == 0x7f7f0000);  // where rounding up would be infinity
-    const Bits bits = (Bits)y & ~(at_largest & 0xffff), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-#if defined(__AVX2__) && !defined(__AVX512F__)  // of which compilers make a dozen instructions
-    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)rounded, (__m256i)rounded), 0x08);
-    _mm_storeu_si128((__m128i*)x, _mm256_castsi256_si128(halves));
-#else
-    *reinterpret_cast<HalfBits*>(x) = __builtin_convertvector(rounded, HalfBits);
-#endif
-}
 
 inline Ints magnitude_bits(Floats x) { return (Ints)x & (int32_t)kMagnitude; }
 inline Floats magnitude(Floats x) { return (Floats)magnitude_bits(x); }
@@ -115,20 +99,15 @@ inline void note(Hits& hits, uint64_t found, int32_t position) {
 }
 
 // A last, incomplete vector is copied to a full one.
-template <class Number = float>
 struct Padded {
-    Number x[kWidth];
-    Padded(const Number* from, int64_t numel) {
-        for (Number& lane : x) lane = 0;
-        memcpy(x, from, sizeof *x * numel);
-    }
+    float x[kWidth] = {};
+    Padded(const float* from, int64_t numel) { memcpy(x, from, sizeof *x * numel); }
 };
 
-template <int kind, class Momentum = float>
+template <int kind>
 int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     Ints largest_gradient = {}, largest_residual = {};
-    const auto momentum = static_cast<Momentum*>(piece.u);
-    const auto step = [&](Momentum* u_at, float* v_at, const float* gradient, const float* column) -> uint32_t {
+    const auto step = [&](float* u_at, float* v_at, const float* gradient, const float* column) -> uint32_t {
         Floats v = load(v_at);
         if (kind != kLook) {
             const Floats g = scaled_if_finite(load(gradient), piece.scale, largest_gradient);
@@ -154,7 +133,7 @@ int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     const auto fetch = [&](int64_t at) {
         __builtin_prefetch(piece.v + at, 1, 2);
         if (kind != kLook) __builtin_prefetch(piece.gradient + at, 0, 2);
-        if (kind == kMomentum || kind == kNesterov) __builtin_prefetch(momentum + at, 1, 2);
+        if (kind == kMomentum || kind == kNesterov) __builtin_prefetch(piece.u + at, 1, 2);
     };
     int64_t i = 0;
     const auto steps = [&](int64_t count) {  // of whole vectors; one bit for each element
@@ -162,7 +141,7 @@ int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
         for (int64_t j = 0; j < count; j++) {
             if (j % (kLanes / kWidth) == 0) fetch(i + j * kWidth + kAhead);
             const int64_t at = i + j * kWidth;
-            const uint64_t bits = step(momentum + at, piece.v + at, piece.gradient + at, piece.columns + at);
+            const uint64_t bits = step(piece.u + at, piece.v + at, piece.gradient + at, piece.columns + at);
             found |= bits << (j * kWidth);
         }
         note(hits, found, piece.position + (int32_t)i);
@@ -171,28 +150,23 @@ int32_t update_as(const Segment& how, const Piece& piece, Hits& hits) {
     while (i + 64 <= piece.numel) steps(64 / kWidth);
     if (piece.numel - i >= kWidth) steps((piece.numel - i) / kWidth);
     if (const int64_t rest = piece.numel - i) {
-        Padded<> v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
+        Padded v(piece.v + i, rest), g(kind == kLook ? piece.v : piece.gradient + i, kind == kLook ? 0 : rest);
         const bool has_u = kind == kMomentum || kind == kNesterov;
-        Padded<Momentum> u(has_u ? momentum + i : reinterpret_cast<Momentum*>(piece.v), has_u ? rest : 0);
-        Padded<> column(kind == kShared ? piece.columns + i : piece.v, kind == kShared ? rest : 0);
+        Padded u(has_u ? piece.u + i : piece.v, has_u ? rest : 0);
+        Padded column(kind == kShared ? piece.columns + i : piece.v, kind == kShared ? rest : 0);
         const uint32_t bits = step(u.x, v.x, g.x, column.x) & ((1u << rest) - 1);
         note(hits, bits, piece.position + (int32_t)i);
         if (kind != kLook) memcpy(piece.v + i, v.x, 4 * rest);
-        if (has_u) memcpy(momentum + i, u.x, sizeof *momentum * rest);
+        if (has_u) memcpy(piece.u + i, u.x, 4 * rest);
     }
     return (beyond_finite(largest_gradient) ? kBadGradient : 0) | (beyond_finite(largest_residual) ? kBadResidual : 0);
-}
-
-template <int kind>
-int32_t update_with_momentum(const Segment& how, const Piece& piece, Hits& hits) {
-    return piece.narrow ? update_as<kind, uint16_t>(how, piece, hits) : update_as<kind>(how, piece, hits);
 }
 
 int32_t update(const Segment& how, const Piece& piece, Hits& hits) {
     switch (how.kind) {
         case kResidual: return update_as<kResidual>(how, piece, hits);
-        case kMomentum: return update_with_momentum<kMomentum>(how, piece, hits);
-        case kNesterov: return update_with_momentum<kNesterov>(how, piece, hits);
+        case kMomentum: return update_as<kMomentum>(how, piece, hits);
+        case kNesterov: return update_as<kNesterov>(how, piece, hits);
         case kShared: return update_as<kShared>(how, piece, hits);
         default: return update_as<kLook>(how, piece, hits);
     }

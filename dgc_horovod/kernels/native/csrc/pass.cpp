@@ -20,8 +20,7 @@ constexpr int32_t kMany = 24;  // candidates of a chunk, see `note`
 
 struct Pass {
     float* v;
-    void* u;
-    bool narrow;  // whether u is bfloat16
+    float* u;
     const Segment* segments;
     int64_t num_segments;
     float scale;
@@ -43,8 +42,7 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
     const Instructions& code = instructions();
     if (!pass.num_segments) {
         const Segment look{};
-        const Piece piece{nullptr, pass.v + start, nullptr, end - start, false, (int32_t)start, 1.0f, threshold, 1.0f,
-                          nullptr};
+        const Piece piece{nullptr, pass.v + start, nullptr, end - start, (int32_t)start, 1.0f, threshold, 1.0f, nullptr};
         return code.update(look, piece, hits);
     }
     int32_t bad = 0;
@@ -58,11 +56,10 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
             column = place - row * how.width;
             if (how.width - column < stop - at) stop = at + how.width - column;
         }
-        const Piece piece{pass.u ? static_cast<char*>(pass.u) + (pass.narrow ? 2 : 4) * at : nullptr,
+        const Piece piece{pass.u ? pass.u + at : nullptr,
                           pass.v + at,
                           how.gradient + (at - how.start),
                           stop - at,
-                          pass.narrow,
                           (int32_t)at,
                           pass.scale,
                           threshold,
@@ -145,13 +142,13 @@ double add_up(double* sums, int64_t chunks, int kind) {
 
 using namespace dgc;
 
-// See Kernels.accumulate; u is bfloat16 if `narrow`. Without segments it only reads v. First, v is set to `left` at the
+// See Kernels.accumulate; Without segments it only reads v. First, v is set to `left` at the
 // ascending positions `left_at`. Returns Bad flags.
-DGC_API int32_t dgc_pass(float* v, void* u, int32_t narrow, const Segment* segments, int64_t num_segments,
-                         float scale, Range* ranges, int64_t num_ranges, const int32_t* left_at, const float* left,
-                         int64_t num_left, int32_t want_sums, Found* found, int64_t threads) {
-    Pass pass{v,       u,    narrow != 0, segments,       num_segments, scale,   ranges, num_ranges,
-              left_at, left, num_left,    want_sums != 0, found,        nullptr, nullptr};
+DGC_API int32_t dgc_pass(float* v, float* u, const Segment* segments, int64_t num_segments, float scale, Range* ranges,
+                         int64_t num_ranges, const int32_t* left_at, const float* left, int64_t num_left,
+                         int32_t want_sums, Found* found, int64_t threads) {
+    Pass pass{v,    u,        segments,       num_segments, scale,   ranges, num_ranges, left_at,
+              left, num_left, want_sums != 0, found,        nullptr, nullptr};
     int64_t chunks = 0, numel = 0;
     for (int64_t s = 0; s < num_ranges; s++) {
         chunks += chunks_of(ranges[s]);
