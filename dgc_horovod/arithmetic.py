@@ -43,6 +43,7 @@ class Options(NamedTuple):
         decay: factor of weight decay.
         decoupled: whether weight decay acts on the weights, and not on the gradient.
         maximize: whether steps go up the gradient; the slots hold negated gradients then.
+        rate: learning rate of the present step.
     """
 
     momentum: float = 0.0
@@ -55,6 +56,7 @@ class Options(NamedTuple):
     decay: float = 0.0
     decoupled: bool = False
     maximize: bool = False
+    rate: float = 0.0
 
 
 class Change(NamedTuple):
@@ -220,7 +222,7 @@ class Adam(Arithmetic):
             raise UnsupportedUse(refusal("Adam's maximize together with coupled weight decay", "AdamW"))
 
     def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
-        return buckets.adam.feed(name, options.b2, options.eps)
+        return buckets.adam.feed(name, options.b2, options.eps, options.rate)
 
     def decay_before(self, options: Options) -> float:
         return 0.0 if options.decoupled else options.decay

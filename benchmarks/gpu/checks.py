@@ -74,8 +74,6 @@ def sharded(size: Size) -> None:
         _same(four, config)
 
 
-
-
 def the_device_does_it(size: Size) -> None:
     """In a steady run the host selects nothing: otherwise all of this would show nothing."""
     kernels, config, bucket = TritonKernels(size.device), DGCConfig(density=0.02), bucket_of(size.numels)

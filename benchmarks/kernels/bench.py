@@ -129,7 +129,7 @@ class Model:
     def _accumulation(self, engine: BucketEngine, name: str) -> Accumulation:
         if engine.bucket.uncompressed:
             return ErrorFeedback()
-        return MomentumCorrection(MOMENTUM) if self.adam is None else self.adam.feed(name, 0.999, 1e-8)
+        return MomentumCorrection(MOMENTUM) if self.adam is None else self.adam.feed(name, 0.999, 1e-8, 1e-3)
 
     def accumulate(self, steps: int) -> None:
         """Run `steps` steps."""

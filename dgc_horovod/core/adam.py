@@ -37,13 +37,24 @@ class AdamStep:
         self._learns = False
         self._summed: np.ndarray | None = None  # sum of all ranks' messages
 
-    def feed(self, name: str, b2: float, eps: float) -> Accumulation:
-        """Return how the gradient of a compressed tensor enters the residual at this step, for Adam's b2 and eps."""
+    def feed(self, name: str, b2: float, eps: float, rate: float) -> Accumulation:
+        """Return how the gradient of a compressed tensor enters the residual at this step.
+
+        The residual fades first if the learning rate has risen; that takes one pass over it.
+
+        Args:
+            name: name of the tensor.
+            b2, eps: Adam's.
+            rate: learning rate of this step, >= 0.
+        """
         self._learns = True
         self.moments.begin(name, b2, eps)
+        fading = self.moments[name].fading(rate)
         if name not in self._place:  # another worker of the node keeps it
             return ErrorFeedback()
         engine, i = self._place[name]
+        if fading < 1:
+            engine.state.fade(i, fading)
         return self.moments.feed(name, engine.kernels, engine.bucket.segments[i].offset)
 
     def measure(self, name: str, gradient: Array, accumulation: Accumulation) -> None:

@@ -10,12 +10,15 @@ The squares of each rank's own gradient are larger than those of the mean gradie
 added up over ranks, and give the level of the mean gradient. A tensor is measured at every E-th step, a quarter of the
 tensors at each step. A measurement takes effect at the next step; before its first measurement, a tensor's gradient
 does not enter the residual.
+
+When the learning rate rises, the residual fades by the old rate over the new one: its gradients keep the rate that they
+came with. Those of a warm-up, which are the worst of a run, would be applied at the highest rate otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -28,7 +31,8 @@ BOUND = 10.0  # largest magnitude that enters: Adam's own at b2 = .99, whose sec
 POOLS = 64  # number of sums of products: with more, the level of the mean gradient varies less by chance
 GAIN = 1.4  # factor of Adam's learning rate: sent sums of many steps have less noise, and allow longer steps
 _LEAST_COLUMNS = 16  # with fewer, the pass is several times slower than memory
-_MEAN, _SAMPLES, _STEPS, _NUMBERS = range(4)  # in `Moment.values`, before the rows and the columns
+_MEAN, _SAMPLES, _STEPS, _RATE, _NUMBERS = range(5)  # in `Moment.values`, before the rows and the columns
+_SMALLEST = float(np.finfo(np.float64).tiny)  # in place of a rate of 0, which says that there was no step
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -51,7 +55,8 @@ class Moment:
         averages: whether they are averaged or summed.
 
     Attributes:
-        values: all values, float64: M (above), number of measurements in the averages, Adam's steps so far, R and C.
+        values: all values, float64: M (above), number of measurements in the averages, Adam's steps so far, the last
+            step's learning rate (0: no step), R and C.
     """
 
     def __init__(self, shape: Sequence[int], gradients: int, averages: bool) -> None:
@@ -71,6 +76,11 @@ class Moment:
     @steps.setter
     def steps(self, count: int) -> None:
         self.values[_STEPS] = count
+
+    def fading(self, rate: float) -> float:
+        """Return the factor of the residual in a step with learning rate `rate`, in [0, 1]; remember the rate."""
+        before, self.values[_RATE] = float(self.values[_RATE]), max(rate, _SMALLEST)
+        return before / rate if 0 < before < rate else 1.0
 
     @property
     def known(self) -> bool:
@@ -321,7 +331,8 @@ class SecondMoments:
         """Scale the moments as if the gradients had been `factor` times as large."""
         for tensor in self._tensors.values():
             values = tensor.moment.values * factor**2
-            values[[_SAMPLES, _STEPS]] = tensor.moment.values[[_SAMPLES, _STEPS]]
+            kept = [_SAMPLES, _STEPS, _RATE]
+            values[kept] = tensor.moment.values[kept]
             tensor.know(values)
 
     def saved(self) -> dict[str, np.ndarray]:
@@ -340,16 +351,23 @@ class SecondMoments:
 
     def check_fits(self, saved: Mapping[str, np.ndarray]) -> None:
         """Raise CheckpointError unless `load` can take `saved`."""
-        for name, values in saved.items():
-            if name in self._tensors and values.size != self._tensors[name].moment.values.size:
+        for name, values, moment in self._found(saved):
+            if values.size != moment.values.size:
                 raise CheckpointError(
                     f"the second moment of {name!r} has {values.size} numbers in the checkpoint, expected "
-                    f"{self._tensors[name].moment.values.size}: the checkpoint is of another model"
+                    f"{moment.values.size}: the checkpoint is of another model"
                 )
 
     def load(self, saved: Mapping[str, np.ndarray]) -> None:
         """Set all values from `saved`; moments that are missing become zero."""
         self.clear()
+        for name, values, _ in self._found(saved):
+            self._tensors[name].know(values)
+
+    def _found(self, saved: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray, Moment]]:
+        """Yield name, saved values and moment of each tensor that `saved` has; earlier versions saved no rate."""
         for name, values in saved.items():
             if name in self._tensors:
-                self._tensors[name].know(values)
+                moment = self[name]
+                earlier = values.size == moment.values.size - 1
+                yield name, np.insert(values, _RATE, 0.0) if earlier else values, moment

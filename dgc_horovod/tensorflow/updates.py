@@ -111,9 +111,14 @@ class Update:
         index = self.optimizer._trainable_variables_indices if parts else {}
         return {part: native(variables[index[key[0]]]) for part, variables in lists.items() if variables}
 
-    def entering(self, buckets: OptimizerExchange) -> dict[str, Accumulation]:
-        """Return, by name, the way in which gradients of compressed variables enter the residual in this step."""
-        options = self._options  # made once for all of them
+    def entering(self, buckets: OptimizerExchange, rate: float) -> dict[str, Accumulation]:
+        """Return, by name, the way in which gradients of compressed variables enter the residual in this step.
+
+        Args:
+            buckets: exchange of the optimizer.
+            rate: learning rate of this step.
+        """
+        options = self._options._replace(rate=rate)  # made once for all of them
         return {name: self.arithmetic.accumulation(options, buckets, name) for name in buckets.compressed}
 
     # -- the optimizer's slots

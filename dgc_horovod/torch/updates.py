@@ -61,6 +61,7 @@ def options_of(group: Group, decoupled: bool = False) -> Options:
         float(group["weight_decay"]),
         decoupled or bool(group.get("decoupled_weight_decay")),
         bool(group["maximize"]),
+        float(group["lr"]),
     )
 
 

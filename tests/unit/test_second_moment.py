@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgc_horovod.arithmetic import Adam, Options
+from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.core.second_moment import FLOOR, GAIN, INTERVAL, Moment, SecondMoments, matrix_of
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.kernels.contract import ErrorFeedback, SharedMoment
-from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
+from dgc_horovod.stats import Traffic
+from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy, each_backend
 
 SHAPES = {
     "linear": (40, 50),
@@ -214,3 +219,46 @@ def test_what_is_kept_is_loaded_cleared_and_rescaled():
         second.check_fits({"conv": np.ones(5)})
     second.load({"of another model": np.ones(5)})
     assert not second.known
+
+
+@each_backend
+def test_a_gradient_keeps_the_rate_that_it_came_with_while_the_rate_rises(kernels):
+    """What is applied, and what the residual still owes at the last rate, is what each step's own rate gives."""
+    spec = TensorSpec("w", (40, 50))
+    config = DGCConfig(density=0.02, min_numel=1, values="fp32")
+    exchange = OptimizerExchange([spec], config, lambda name: kernels, 0, 1, True, Traffic())
+    arithmetic, (engine,) = Adam(), exchange.engines
+    applied, owed = np.zeros(spec.numel), np.zeros(spec.numel)
+    for step, rate in enumerate([0.0, 0.1, 0.2, 0.2, 0.5, 1.0, 1.0]):
+        g = DATA["normal"](spec.numel, step)
+        exchange.begin()
+        options = Options(b2=B2, eps=EPS, rate=rate)
+        exchange.accumulations = {"w": arithmetic.accumulation(options, exchange, "w")}
+        before = as_numpy(kernels, engine.state.v).astype(np.float64)
+        exchange.add_gradient(engine, 0, as_array(kernels, g))
+        message = exchange.compress(engine)
+        exchange.receive(engine, message.payload)
+        sent = np.zeros(spec.numel)
+        for positions, values in engine.exchange.contributions:
+            sent[positions] += values
+        owed += rate * (as_numpy(kernels, engine.state.v) + sent - before)
+        applied += rate * sent
+        exchange.adam.receive(exchange.adam.message())
+        exchange.end(True)
+    left = rate * as_numpy(kernels, engine.state.v).astype(np.float64)
+    assert np.abs(owed).max() > 1 and np.allclose(applied + left, owed, atol=1e-4)
+
+
+def test_moments_that_were_saved_without_a_rate_load():
+    """Those of earlier versions: the residual does not fade at the next step, whatever its rate."""
+    first, second = made(2)
+    first["linear"].take(np.ones(2000), 30, B2)
+    assert first["linear"].fading(0.5) == 1 and first["linear"].fading(1.0) == 0.5 and first["linear"].fading(0.5) == 1
+    saved = first.saved()
+    second.load({name: np.delete(values, 3) for name, values in saved.items()})
+    assert second["linear"].fading(2.0) == 1 and second["linear"].steps == 30
+    second.load(saved)
+    assert second["linear"].fading(2.0) == 0.25 and second["linear"].fading(0.0) == 1
+    assert second["linear"].fading(1.0) < 1e-300, "what comes at a rate of 0 has no effect in stock Adam either"
+    with pytest.raises(CheckpointError, match="of another model"):
+        second.check_fits({"linear": np.zeros(7)})

@@ -38,7 +38,7 @@ class StepInputs(NamedTuple):
 
     Args:
         iterations: number of steps that the optimizer has made, >= 0.
-        rate: present learning rate; it and `iterations` are used to take over a checkpoint.
+        rate: learning rate of this step.
         weights: variables, one for each source.
         everything: variables that are set to those of rank 0 where ranks differ; see `Replicas`.
     """
@@ -187,7 +187,7 @@ class GradientExchange(Exchange):
 
     def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
         dtypes = [tf.int64, tf.bool, tf.int64, tf.bool, tf.int32, tf.bool]
-        started, fresh, step, dense, part, look = self.steps.call(self._start, [inputs.iterations], dtypes)
+        started, fresh, step, dense, part, look = self.steps.call(self._start, [inputs.iterations, inputs.rate], dtypes)
         if self._replicas is not None:
             with tf.control_dependencies([self._replicas(part, step, inputs)]):
                 started = tf.identity(started)
@@ -214,9 +214,9 @@ class GradientExchange(Exchange):
         own = dense if self.update.arithmetic.dense_is_stock else None
         return Exchanged([results[i] for i in range(len(gradients))], finite, own)
 
-    def _start(self, iterations: np.ndarray) -> list[Any]:
+    def _start(self, iterations: np.ndarray, rate: np.ndarray) -> list[Any]:
         """Call `HostSteps.start`; add the part of the weights to compare (-1: none), and whether to check them."""
-        started = self.steps.start(iterations)
+        started = self.steps.start(iterations, rate)
         part = -1 if self._replicas is None else self._replicas.due(int(started[2]))
         return [*started, np.int32(part), np.bool_(self._weights.due())]
 

@@ -223,11 +223,11 @@ class HostSteps(HostCalls, Holder):
         """See `HostCalls`."""
         self.buckets.density()
 
-    def start(self, iterations: np.ndarray) -> list[Any]:
+    def start(self, iterations: np.ndarray, rate: np.ndarray) -> list[Any]:
         """Begin a step; return `iterations`, whether the optimizer's slots are to be taken over, the number of steps
         before, and whether the step is the optimizer's own.
 
-        An unfinished step before this one (an error in the graph) is rolled back.
+        An unfinished step before this one (an error in the graph) is rolled back. `rate` is the step's learning rate.
         """
         buckets, self._iterations = self.buckets, int(iterations)
         self._check_ranks()
@@ -237,7 +237,7 @@ class HostSteps(HostCalls, Holder):
         self._ownership.step_begins(self, self._iterations)
         self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
         if not self._dense:  # also for tensors of other workers of the node
-            buckets.accumulations = self.update.entering(buckets)
+            buckets.accumulations = self.update.entering(buckets, float(rate))
         fresh = self.begins(self._dense)
         return [np.int64(self._iterations), np.bool_(fresh), np.int64(buckets.steps), np.bool_(self._dense)]
 
