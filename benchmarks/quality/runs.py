@@ -192,6 +192,7 @@ def settings(run: Run) -> str:
         others = (*others, variant.betas) if variant.betas != BETAS else others
         splits = config is not None and config.momentum_correction and config.local_steps is None
         others = (*others, "shared second moment") if splits else others
+        others = (*others, "fades as the rate rises") if splits and task.ramp else others
     if run.task not in TASKS:
         others = (*others, task.adamw_lr, task.ramp, digest())
     if variant.dense_steps and config is not None and config.local_steps is None:
