@@ -21,7 +21,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(ranks):
 
 @pytest.mark.slow
 def test_with_every_method_and_optimizer():
-    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 8)
+    _check_resumed([rank["keras_state.resume_others"] for rank in run_ranks(2, ["keras_state.resume_others"])], 7)
 
 
 def _check_resumed(found, runs):
@@ -31,6 +31,7 @@ def _check_resumed(found, runs):
         assert run["extra"] == {"epoch": 1}
         assert run["other"], f"{name}: without its residuals the run is the same, so this shows nothing"
         assert run["fingerprint"] == found[1][name]["fingerprint"]
+        assert "AdamW" not in name or "topk" in name or run["rate"] == pytest.approx(run["last rate"], rel=1e-6)
 
 
 def test_a_flush_leaves_nothing_and_loses_nothing(ranks):

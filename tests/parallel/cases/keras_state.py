@@ -14,6 +14,7 @@ import numpy as np
 
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import BATCHES, everything, fingerprint, fit, momentum_sgd, smooth_model, weights
 
@@ -31,8 +32,16 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+RESUMED: dict[str, Any] = {
+    **OPTIMIZERS,
+    "AdamW, rate rises": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.PolynomialDecay(1e-3, 2 * BATCHES, 4e-3)
+    ),
+}
+
+
 def _optimizer(compression: Any, name: str = "SGD", **more: Any) -> Any:
-    return DistributedOptimizer(OPTIMIZERS[name](), compression=compression, **more)
+    return DistributedOptimizer(RESUMED[name](), compression=compression, **more)
 
 
 def _shared_folder(name: str) -> Path:
@@ -45,7 +54,7 @@ def resume() -> dict[str, Any]:
     """A run that is stopped and resumed in the middle, beside one that is not: after 104 of 200 steps, and shorter."""
     hvd.init()
     found = {"200 steps, SGD": _resumed(COMPRESSIONS["dgc, warm-up"], "SGD", 13, 25)}
-    found["clipped, per tensor, AdamW"] = _resumed(COMPRESSIONS["clipped, per tensor"], "AdamW", 1, 2)
+    found["clipped, per tensor, AdamW"] = _resumed(COMPRESSIONS["clipped, per tensor"], "AdamW, rate rises", 1, 2)
     return found
 
 
@@ -53,7 +62,7 @@ def resume_others() -> dict[str, Any]:
     """The same of what `resume` leaves out."""
     hvd.init()
     pairs = [(name, "SGD") for name in COMPRESSIONS] + [
-        ("dgc, warm-up", "AdamW"),
+        ("dgc, warm-up", "AdamW, rate rises"),
         ("clipped, per tensor", "Nesterov, decay"),
         ("topk", "AdamW"),
     ]
@@ -79,7 +88,19 @@ def _resumed(compression: Any, optimizer_name: str, half_way: int, epochs: int) 
     return {
         "same": [at_half, fingerprint(resumed) == fingerprint(whole), fingerprint(half) == fingerprint(whole)],
         "other": fingerprint(without) != fingerprint(whole), "extra": extra, "fingerprint": fingerprint(resumed),
+        "rate": _remembered(optimizer), "last rate": _rate_before(optimizer),
     }  # fmt: skip
+
+
+def _remembered(optimizer: Any) -> float:
+    """The learning rate that Adam's second moment knows, of its last step."""
+    second = session(optimizer).buckets.second.saved()
+    return float(next(iter(second.values()))[3]) if second else 0.0
+
+
+def _rate_before(optimizer: Any) -> float:
+    rate = optimizer._learning_rate
+    return float(rate(optimizer.iterations - 1) if callable(rate) else rate)
 
 
 def _remove(folder: Path) -> None:

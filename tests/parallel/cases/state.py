@@ -56,7 +56,9 @@ def _made(compression: Any, make: Any = momentum_sgd, **more: Any) -> tuple[Any,
 
 def _train(model: Any, optimizer: Any, first: int, last: int) -> None:
     data = list(batches(last, hvd.rank()))[first:]
-    for x, y in data:
+    for step, (x, y) in enumerate(data, first):
+        for group in optimizer.param_groups if "betas" in optimizer.defaults else ():
+            group["lr"] = 0.003 * min(1.0, (step + 1) / STEPS)  # a warm-up, in which residuals fade
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
