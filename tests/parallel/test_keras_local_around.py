@@ -71,7 +71,7 @@ def test_what_is_the_inner_optimizers_acts_as_in_keras(ranks):
 
 def test_weights_that_differ_are_found_and_repaired(ranks):
     for found in _found(ranks, "repairing"):
-        assert found["broadcast"] == "" and found["apart"] == 0 and "other weights" in found["stop"], found
+        assert found["broadcast"] == "" and found["apart"] == 0 and "different weights" in found["stop"], found
 
 
 def test_variables_of_each_rank_alone_are_not_exchanged(ranks):
