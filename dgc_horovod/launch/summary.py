@@ -117,8 +117,8 @@ class Outcome:
     def has_wrapped(self, made: Any) -> None:
         """An optimizer, a tape or a model is ours now: `made`."""
         self.wrapped += 1
-        exchange = getattr(getattr(made, "optimizer", made), "_dgc", None)
-        self.is_there |= getattr(exchange, "takes_part", False)
+        session = getattr(getattr(made, "optimizer", made), "_dgc", None)
+        self.is_there |= getattr(getattr(session, "distribution", None), "takes_part", False)
         if self.wrapped == 1:
             self._report(WRAPPED, True)
 
