@@ -118,7 +118,7 @@ class NativeKernels(NumpyArrays):
     # -- arrays
 
     def new(self, numel: int) -> np.ndarray:
-        return zeros(numel, np.float32)
+        return zeros(numel)
 
     def put(self, x: np.ndarray, elements: Elements) -> None:
         self._library.dgc_put(address(x), address(elements.positions), address(elements.values), elements.values.size)

@@ -123,8 +123,8 @@ _PAGE = 4096  # bytes
 _HUGE_PAGE = 2 << 20
 
 
-def zeros(numel: int, dtype: type = np.float32) -> np.ndarray:
-    """Return a zero vector that begins at a page; a large one is in huge pages if Linux allows it.
+def zeros(numel: int) -> np.ndarray:
+    """Return a float32 vector of zeros that begins at a page; a large one is in huge pages if Linux allows it.
 
     A pass reads a gradient and writes u and v at the same pace. Gradients begin up to a cache line after a page
     (malloc's header). If u or v began later within a page, they would be written just ahead of the gradient's reads
@@ -133,7 +133,6 @@ def zeros(numel: int, dtype: type = np.float32) -> np.ndarray:
 
     Args:
         numel: number of elements, >= 0.
-        dtype: dtype of the elements.
 
     Returns:
         A vector whose memory has not been written yet.
@@ -143,16 +142,16 @@ def zeros(numel: int, dtype: type = np.float32) -> np.ndarray:
 
     Cost: up to 4 KiB more; for a large vector up to 2 MiB more, and 4 MiB of addresses.
     """
-    nbytes = np.dtype(dtype).itemsize * numel
+    nbytes = 4 * numel
     if nbytes < _HUGE_PAGE:
-        return _aligned(np.zeros(nbytes + _PAGE, np.uint8), nbytes, _PAGE).view(dtype)
+        return _aligned(np.zeros(nbytes + _PAGE, np.uint8), nbytes, _PAGE).view(np.float32)
     try:
         room = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no memory for {nbytes:,} bytes of residual or momentum: {error}") from error
     with contextlib.suppress(AttributeError, OSError):  # another system, or a kernel without huge pages
         room.madvise(mmap.MADV_HUGEPAGE)
-    return _aligned(np.frombuffer(room, np.uint8), nbytes, _HUGE_PAGE).view(dtype)
+    return _aligned(np.frombuffer(room, np.uint8), nbytes, _HUGE_PAGE).view(np.float32)
 
 
 def _aligned(room: np.ndarray, nbytes: int, multiple: int) -> np.ndarray:

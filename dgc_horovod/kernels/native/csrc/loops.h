@@ -20,7 +20,6 @@ constexpr int kWidth = 4;
 
 typedef float Floats __attribute__((vector_size(4 * kWidth), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth), aligned(4)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kWidth), aligned(4)));
 constexpr int kHalf = kWidth / 2;
 typedef float HalfFloats __attribute__((vector_size(4 * kHalf), aligned(4)));
 typedef int32_t HalfInts __attribute__((vector_size(4 * kHalf), aligned(4)));
