@@ -395,7 +395,8 @@ def test_what_makes_its_exchange_at_the_first_step_and_makes_none_is_not_active(
     """A Keras model compiled with the optimizer inside: it was said that the exchange "is not counted"."""
     monkeypatch.setattr(PROCESS, "exchanges", [])
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": method}, []))
-    outcome.has_wrapped(SimpleNamespace(_dgc=SimpleNamespace(takes_part=takes_part)))
+    session = SimpleNamespace(distribution=SimpleNamespace(takes_part=takes_part))
+    outcome.has_wrapped(SimpleNamespace(_dgc=session))
     assert ("is not counted" if active else "has exchanged nothing") in outcome.line()
     outcome.has_wrapped(SimpleNamespace())  # torch, where `auto` has taken stock Horovod's exchange
     assert bool(outcome.why_inactive()) != active
