@@ -6,7 +6,7 @@ studies:
   lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
   optimizers  Nesterov's momentum and AdamW
   adam        AdamW at several densities, 4 to 32 ranks; 1, 4 and 10 times the length
-  adam-gpt    the same for a GPT of 5.1 M parameters, four ranks
+  adam-gpt    the same for a GPT of 5.1 M parameters, four and eight ranks
   adam-local  AdamW with local steps, by the momentum of the inner optimizer
   local       AdamW with local steps, averaged and compressed, from the start and after dense steps
   gpt         the same for a GPT of 5.1 M parameters, beside PowerSGD

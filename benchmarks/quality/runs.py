@@ -95,7 +95,10 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 
 def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
-    return _runs("gpt", (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"), 4, seeds)
+    """Dense training with four ranks alone: of the same seed, with the same global batch, it is that of eight."""
+    names = "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"
+    for workers, variants in zip(WORKERS, ((*FIRST_DENSE, *names), names), strict=True):
+        yield from _runs("gpt", variants, workers, seeds)
 
 
 def _adam_local(seeds: Sequence[int]) -> Iterator[Run]:
