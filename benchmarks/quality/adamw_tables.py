@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.quality import variants as all_of
 from benchmarks.quality.analysis import Outcome, gaps, paired
-from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
+from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS, dense_of
 from benchmarks.quality.tasks import ALL_TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, ADAM_DENSE, AVERAGED, LOCAL_STEPS, VARIANTS
@@ -31,12 +31,9 @@ def _of_study(found: Sequence[Outcome]) -> list[Outcome]:
     return [each for each in found if each.run.task != TASK or each.run.seed >= ADAM_SEED]
 
 
-def to_dense(
-    found: Sequence[Outcome], run: Run, dense: Sequence[str] = (DENSE,), workers: int | None = None
-) -> list[float]:
-    """Loss of `run` less the lowest of these dense runs, of `workers` or as many ranks, for every seed that has all."""
-    beside = replace(run, workers=workers or run.workers, real=False)
-    return gaps(_of_study(found), run, *(replace(beside, variant=name) for name in dense))
+def to_dense(found: Sequence[Outcome], run: Run, dense: Sequence[str] = (DENSE,)) -> list[float]:
+    """Loss of `run` less the lowest of these dense runs, for every seed that has all of them."""
+    return gaps(_of_study(found), run, *(dense_of(run, name) for name in dense))
 
 
 def table(found: Sequence[Outcome], names: Sequence[str] = (*list(ADAM_DENSE)[1:], *ADAM)) -> str:
@@ -87,10 +84,9 @@ def larger(local: Sequence[Outcome], adam: Sequence[Outcome]) -> str:
     for found in (adam, local):
         by_run = {replace(each.run, seed=0): None for each in found if each.run.task == LARGER and each.run.length == 1}
         for run in sorted(by_run, key=lambda run: (list(VARIANTS).index(run.variant), run.workers)):
-            workers = min(WORKERS) if found is adam else None  # see `runs`: the only dense runs
-            values = to_dense(found, run, workers=workers)
+            values = to_dense(found, run)
             if values and run.variant != DENSE:
-                better = spread(to_dense(found, run, FIRST_DENSE, workers), "+.3f")
+                better = spread(to_dense(found, run, FIRST_DENSE), "+.3f")
                 name = f"{_named(run.variant)}, N = {run.workers}"
                 lines.append([name, spread(values, "+.3f"), better, less(found, run), len(values)])
     return markdown([LOSS, "", "minus the better of both b1", "bytes sent / dense", "seeds"], lines)

@@ -24,6 +24,7 @@ KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
 ADAM_WORKERS, ADAM_SEED = (4, 8, 16, 32), 500  # the first seed of AdamW on the small model
 FIRST_DENSE = tuple(ADAM_DENSE)[:2]  # by b1
+_ADAM_GPT = ("AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits")
 NODES = {16: 4, 32: 4, 64: 8}  # workers, of them in a node
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
@@ -95,10 +96,8 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 
 def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
-    """Dense training with four ranks alone: of the same seed, with the same global batch, it is that of eight."""
-    names = "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"
-    for workers, variants in zip(WORKERS, ((*FIRST_DENSE, *names), names), strict=True):
-        yield from _runs("gpt", variants, workers, seeds)
+    for workers, dense in zip(WORKERS, (FIRST_DENSE, ()), strict=True):  # see `dense_of`
+        yield from _runs("gpt", (*dense, *_ADAM_GPT), workers, seeds)
 
 
 def _adam_local(seeds: Sequence[int]) -> Iterator[Run]:
@@ -152,6 +151,15 @@ def _exchanges(seeds: Sequence[int], length: float) -> Iterator[Run]:
         names = [name for name in ("dense", "dgc", *EXCHANGES) if not name.endswith(other_nodes)]
         for task in TASKS:
             yield from _runs(task, names, workers, _from(100 * i, seeds), length)
+
+
+def dense_of(run: Run, dense: str) -> Run:
+    """The run of a dense variant that `run` is compared with: of the same seed, length and number of ranks.
+
+    Compressed AdamW on the GPT: that with the fewest ranks. Its global batch is the same, so it differs by rounding only.
+    """
+    fewest = run.task == "gpt" and run.variant in _ADAM_GPT
+    return dataclasses.replace(run, variant=dense, workers=min(WORKERS) if fewest else run.workers, real=False)
 
 
 STUDIES = {
