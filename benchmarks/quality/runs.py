@@ -156,7 +156,7 @@ def _exchanges(seeds: Sequence[int], length: float) -> Iterator[Run]:
 def dense_of(run: Run, dense: str) -> Run:
     """The run of a dense variant that `run` is compared with: of the same seed, length and number of ranks.
 
-    Compressed AdamW on the GPT: that with the fewest ranks. Its global batch is the same, so it differs by rounding only.
+    Compressed AdamW on the GPT: that with the fewest ranks. Its global batch is the same, so only rounding differs.
     """
     fewest = run.task == "gpt" and run.variant in _ADAM_GPT
     return dataclasses.replace(run, variant=dense, workers=min(WORKERS) if fewest else run.workers, real=False)
