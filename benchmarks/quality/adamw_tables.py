@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.quality import variants as all_of
 from benchmarks.quality.analysis import Outcome, gaps, paired
-from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS, dense_of
+from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, WORKERS
 from benchmarks.quality.tasks import ALL_TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, ADAM_DENSE, AVERAGED, LOCAL_STEPS, VARIANTS
@@ -33,7 +33,7 @@ def _of_study(found: Sequence[Outcome]) -> list[Outcome]:
 
 def to_dense(found: Sequence[Outcome], run: Run, dense: Sequence[str] = (DENSE,)) -> list[float]:
     """Loss of `run` less the lowest of these dense runs, for every seed that has all of them."""
-    return gaps(_of_study(found), run, *(dense_of(run, name) for name in dense))
+    return gaps(_of_study(found), run, *(replace(run, variant=name, real=False) for name in dense))
 
 
 def table(found: Sequence[Outcome], names: Sequence[str] = (*list(ADAM_DENSE)[1:], *ADAM)) -> str:

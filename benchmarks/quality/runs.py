@@ -24,7 +24,6 @@ KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
 ADAM_WORKERS, ADAM_SEED = (4, 8, 16, 32), 500  # the first seed of AdamW on the small model
 FIRST_DENSE = tuple(ADAM_DENSE)[:2]  # by b1
-_ADAM_GPT = ("AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits")
 NODES = {16: 4, 32: 4, 64: 8}  # workers, of them in a node
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
@@ -96,8 +95,8 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 
 def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
-    for workers, dense in zip(WORKERS, (FIRST_DENSE, ()), strict=True):  # see `dense_of`
-        yield from _runs("gpt", (*dense, *_ADAM_GPT), workers, seeds)
+    for workers in WORKERS:
+        yield from _runs("gpt", (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"), workers, seeds)
 
 
 def _adam_local(seeds: Sequence[int]) -> Iterator[Run]:
@@ -151,15 +150,6 @@ def _exchanges(seeds: Sequence[int], length: float) -> Iterator[Run]:
         names = [name for name in ("dense", "dgc", *EXCHANGES) if not name.endswith(other_nodes)]
         for task in TASKS:
             yield from _runs(task, names, workers, _from(100 * i, seeds), length)
-
-
-def dense_of(run: Run, dense: str) -> Run:
-    """The run of a dense variant that `run` is compared with: of the same seed, length and number of ranks.
-
-    Compressed AdamW on the GPT: that with the fewest ranks. Its global batch is the same, so only rounding differs.
-    """
-    fewest = run.task == "gpt" and run.variant in _ADAM_GPT
-    return dataclasses.replace(run, variant=dense, workers=min(WORKERS) if fewest else run.workers, real=False)
 
 
 STUDIES = {
