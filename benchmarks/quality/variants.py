@@ -141,7 +141,10 @@ ADAM_DENSE = {
 ADAM = {
     **{f"AdamW, dgc, {density:.0%}": _adamw(density=density) for density in (0.5, 0.25, 0.1, 0.03)},
     "AdamW, dgc": _adamw(),
-    **{f"AdamW, dgc, {density:.1%} in 2 bits": _adamw(density=density, values="2bit") for density in (3e-3, 1e-3)},
+    **{
+        f"AdamW, dgc, {density}% in 2 bits": _adamw(density=density / 100, values="2bit")
+        for density in (1, 0.5, 0.3, 0.1)
+    },
     "AdamW, dgc, b2 0.999": replace(_adamw(), betas=(0.9, 0.999)),
 }
 # Other optimizers than SGD; the learning rate of Nesterov's form is that of the task
