@@ -193,5 +193,5 @@ def draw(found: Sequence[Outcome], file: Path) -> None:
     axes.set_xlim(0.07, 70)
     axes.set_xticks((0.1, 1, 10), ("0.1%", "1%", "10%"))
     axes.minorticks_off()
-    label(axes, x="density (2 bits below 1%)", y=LOSS)
+    label(axes, x="density (2 bits up to 1%, bfloat16 from 1% on)", y=LOSS)
     save_figure(figure, file)
