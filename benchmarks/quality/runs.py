@@ -24,7 +24,7 @@ KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
 ADAM_WORKERS, ADAM_SEED = (4, 8, 16, 32), 500  # the first seed of AdamW on the small model
 FIRST_DENSE = tuple(ADAM_DENSE)[:2]  # by b1
-IN_2_BITS = tuple(f"AdamW, dgc, {density}% in 2 bits" for density in (1, 0.5, 0.3))
+_IN_2_BITS = tuple(all_of.ADAM_IN_2_BITS)[:-1]  # but for the lowest density
 NODES = {16: 4, 32: 4, 64: 8}  # workers, of them in a node
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
@@ -88,7 +88,7 @@ def _optimizers(seeds: Sequence[int]) -> Iterator[Run]:
 def _adam(seeds: Sequence[int]) -> Iterator[Run]:
     """The second length shows most: all densities with four ranks, and up to 32 ranks."""
     for i, workers in enumerate(ADAM_WORKERS):
-        names = (*FIRST_DENSE, "AdamW, dgc", *(IN_2_BITS if workers in WORKERS else []))
+        names = (*FIRST_DENSE, "AdamW, dgc", *(_IN_2_BITS if workers in WORKERS else []))
         names = names if i else (*ADAM_DENSE, *all_of.ADAM)
         yield from _runs("transformer", names, workers, _from(ADAM_SEED + 100 * i, seeds), LENGTHS[1])
     names = (*FIRST_DENSE, "AdamW, dgc", "AdamW, dgc, 0.1% in 2 bits")
@@ -97,12 +97,13 @@ def _adam(seeds: Sequence[int]) -> Iterator[Run]:
 
 def _adam_gpt(seeds: Sequence[int]) -> Iterator[Run]:
     for workers in WORKERS:
-        yield from _runs("gpt", (*FIRST_DENSE, "AdamW, dgc", *IN_2_BITS[1:]), workers, seeds)
+        yield from _runs("gpt", (*FIRST_DENSE, "AdamW, dgc", *_IN_2_BITS), workers, seeds)
 
 
 def _adam_local(seeds: Sequence[int]) -> Iterator[Run]:
     names = (*FIRST_DENSE, *all_of.LOCAL_BETAS)
-    return _runs("transformer", names, min(WORKERS), _from(ADAM_SEED, seeds), LENGTHS[1])
+    yield from _runs("transformer", names, min(WORKERS), _from(ADAM_SEED, seeds), LENGTHS[1])
+    yield from _runs("gpt", [name for name in names if name.endswith("b1 0.5")], min(WORKERS), seeds)
 
 
 def _local(seeds: Sequence[int]) -> Iterator[Run]:

@@ -138,13 +138,13 @@ ADAM_DENSE = {
     "AdamW, dense, b1 0.5": Variant(None, clips=AFTERWARDS, optimizer="adamw", betas=(0.5, 0.99)),
     "AdamW, dense, b2 0.999": Variant(None, clips=AFTERWARDS, optimizer="adamw", betas=(0.9, 0.999)),
 }
+ADAM_IN_2_BITS = {
+    f"AdamW, dgc, {density}% in 2 bits": _adamw(density=density / 100, values="2bit") for density in (1, 0.5, 0.3, 0.1)
+}
 ADAM = {
     **{f"AdamW, dgc, {density:.0%}": _adamw(density=density) for density in (0.5, 0.25, 0.1, 0.03)},
     "AdamW, dgc": _adamw(),
-    **{
-        f"AdamW, dgc, {density}% in 2 bits": _adamw(density=density / 100, values="2bit")
-        for density in (1, 0.5, 0.3, 0.1)
-    },
+    **ADAM_IN_2_BITS,
     "AdamW, dgc, b2 0.999": replace(_adamw(), betas=(0.9, 0.999)),
 }
 # Other optimizers than SGD; the learning rate of Nesterov's form is that of the task
