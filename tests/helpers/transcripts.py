@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import numpy as np
 
 from dgc_horovod import WarmupSchedule
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
+from tests.helpers.on_ranks import on_ranks
 
 FILE = Path(__file__).parents[1] / "parallel" / "transcripts.json"
 _SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
@@ -117,64 +119,50 @@ def _short(found: Any) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one case on real ranks.
+    """Runs on real ranks.
 
     Args:
-        case: function that makes them: name of a run -> what is compared; one is "stock", of nothing of ours.
+        adapter: "torch", "ddp" or "keras"; `tests.helpers` has a module of its runs.
+        function: of that module, which makes them: name of a run -> what is compared; "stock" has nothing of ours.
         workers: number of ranks.
-        kind: "gloo" or "nodes" on Horovod, "ddp" or "ddp nodes".
+        nodes: on how many nodes they are.
         slow: whether it takes minutes.
     """
 
-    case: str
+    adapter: str
+    function: str
     workers: int = 2
-    kind: str = "gloo"
+    nodes: int = 1
     slow: bool = False
-
-    @property
-    def adapter(self) -> str:
-        """A key of `_PREFIX`."""
-        return next(name for name, prefix in _PREFIX.items() if self.case.startswith(f"{prefix}transcripts"))
 
     def run(self, folder: Path) -> dict[str, list[Any]]:
         """Run -> what each rank has found; checkpoints go to `folder`."""
-        from tests.helpers.ranks import run_ranks
-        from tests.helpers.torch_ranks import run_torch_ranks
-
-        if self.kind.startswith("ddp"):
-            nodes = 2 if self.kind == "ddp nodes" else 1
-            every = run_torch_ranks(self.workers, [self.case], 600, nodes=nodes, folder=folder)
-        else:
-            every = run_ranks(self.workers, [self.case], self.kind, 600, folder=folder)
-        ranks = [rank[self.case] for rank in every]
+        function = getattr(importlib.import_module(f"tests.helpers.{self.adapter}_transcripts"), self.function)
+        given = {"DGC_TEST_FOLDER": str(folder)}
+        ranks = on_ranks(function, self.workers, self.adapter, nodes=self.nodes, environment=given, timeout=600)
         return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
-_PREFIX = {"torch": "", "ddp": "ddp_", "keras": "keras_"}  # of an adapter's cases
+_ADAPTERS = ("torch", "ddp", "keras")
 
 
 def _groups() -> dict[str, Group]:
     groups = {}
-    for adapter, prefix in _PREFIX.items():
-        case, ddp = f"{prefix}transcripts", adapter == "ddp"
-        kind = "ddp" if ddp else "gloo"
-        for workers in () if ddp else (2, 3, 4):
+    for adapter in _ADAPTERS:
+        for workers in () if adapter == "ddp" else (2, 3, 4):
             slow = workers > 2 or adapter == "keras"
-            groups[f"{adapter}, {workers} ranks"] = Group(f"{case}.all_runs", workers, slow=slow)
-        groups[f"{adapter}, ways"] = Group(f"{case}.ways", kind=kind)
+            groups[f"{adapter}, {workers} ranks"] = Group(adapter, "all_runs", workers, slow=slow)
+        groups[f"{adapter}, ways"] = Group(adapter, "ways")
         if adapter == "keras":
-            groups["keras, more ways"] = Group("keras_transcripts.more_ways", slow=True)
-        groups[f"{adapter}, on nodes"] = Group(f"{case}.on_nodes", 4, "ddp nodes" if ddp else "nodes", slow=True)
+            groups["keras, more ways"] = Group(adapter, "more_ways", slow=True)
+        groups[f"{adapter}, on nodes"] = Group(adapter, "on_nodes", 4, nodes=2, slow=True)
         for workers in (2, 3):
-            groups[f"{adapter}, fixtures, {workers} ranks"] = Group(f"{case}.fixtures", workers, kind, workers > 2)
+            groups[f"{adapter}, fixtures, {workers} ranks"] = Group(adapter, "fixtures", workers, slow=workers > 2)
     return groups
 
 
 GROUPS = _groups()
-_WRITING = (
-    *(Group(f"{prefix}transcripts.write", kind="ddp" if prefix == "ddp_" else "gloo") for prefix in _PREFIX.values()),
-    Group("transcripts.write_on_nodes", 4, "nodes"),
-)
+_WRITING = (*(Group(adapter, "write") for adapter in _ADAPTERS), Group("torch", "write_on_nodes", 4, nodes=2))
 
 
 def difference(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> str:

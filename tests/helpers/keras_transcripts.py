@@ -25,7 +25,6 @@ _OTHERS: dict[str, Callable[[], Any]] = {
 
 def all_runs() -> dict[str, dict[str, str]]:
     """Each run's hashes on this rank; "stock" tells whether this machine computes as the one that has recorded them."""
-    hvd.init()
     found = {"stock": Transcript().hashes(weights(alone(momentum_sgd())), {"tensors": {}})}
     for name, run in runs(hvd.size()).items():
         found[name] = _hashes(momentum_sgd(), made(Compression, run))
@@ -98,7 +97,6 @@ def _made(way: tables.Way, seed: int) -> _Training:
 
 @functools.cache
 def _plain() -> dict[str, Any]:
-    hvd.init()
     way, found = tables.Way(), []
     for make in _OPTIMIZERS.values():
         training = _Training(way, make())
@@ -130,5 +128,4 @@ def fixtures() -> dict[str, Any]:
 
 def write() -> dict[str, Any]:
     """Write them."""
-    hvd.init()
     return tables.write_fixtures(tables.KERAS, _made)

@@ -25,7 +25,6 @@ _OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 def all_runs() -> dict[str, dict[str, str]]:
     """Each run's hashes on this rank; "stock" tells whether this machine computes as the one that has recorded them."""
-    hvd.init()
     found = {"stock": _stock()}
     for name, run in runs(hvd.size()).items():
         found[name] = _hashes(momentum_sgd, made(Compression, run))
@@ -62,29 +61,24 @@ def _made(way: tables.Way, seed: int) -> TorchTraining:
 
 def ways() -> dict[str, Any]:
     """What scripts do."""
-    hvd.init()
     return {**plain(hvd.rank()), **tables.follow_all(tables.TORCH, _made, join=hvd.join)}
 
 
 def on_nodes() -> dict[str, Any]:
     """Some of it on nodes."""
-    hvd.init()
     return {**plain(hvd.rank()), **tables.follow_all(tables.TORCH, _made, "nodes")}
 
 
 def fixtures() -> dict[str, Any]:
     """Checkpoints of another day."""
-    hvd.init()
     return {**plain(hvd.rank()), **tables.read_fixtures(tables.TORCH, _made, hvd.size())}
 
 
 def write() -> dict[str, Any]:
     """Write them."""
-    hvd.init()
     return tables.write_fixtures(tables.TORCH, _made)
 
 
 def write_on_nodes() -> dict[str, Any]:
     """Write those of nodes."""
-    hvd.init()
     return tables.write_fixtures(tables.TORCH, _made, on_nodes=True)
