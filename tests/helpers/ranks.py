@@ -1,4 +1,4 @@
-"""Cases on real ranks: functions in ``tests/parallel/cases`` that return what a test reads. New tests use `on_ranks`."""
+"""Cases on ranks: functions in ``tests/parallel/cases`` that return what a test reads. New tests use `on_ranks`."""
 
 from __future__ import annotations
 
