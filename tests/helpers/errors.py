@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,19 +17,15 @@ def error_of(action: Callable[[], Any]) -> str:
     return ""
 
 
-def error_told(action: Callable[[], Any]) -> str:
-    """`error_of`, on one rank; those that `stay_away` go on afterwards. Needs ``DGC_TEST_FOLDER``."""
+def error_told(action: Callable[[], Any], folder: Path) -> str:
+    """`error_of`, on one rank; those that `stay_away` go on afterwards. All ranks give the same folder."""
     error = error_of(action)
-    _told().touch()
+    (folder / "told").touch()
     return error
 
 
-def stay_away(most: float = 120.0) -> None:
+def stay_away(folder: Path, most: float = 120.0) -> None:
     """Until another rank has its error, `most` seconds at most: who ends first would end Horovod for the others."""
     deadline = time.monotonic() + most
-    while not _told().exists() and time.monotonic() < deadline:
+    while not (folder / "told").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _told() -> Path:
-    return Path(os.environ["DGC_TEST_FOLDER"]) / "told"

@@ -1,97 +1,98 @@
-"""Ranks that stay up between tests: to start ranks takes longer than most cases do."""
+"""Ranks that stay up between tests: to start ranks takes longer than most tests do."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import psutil
 
 from tests.helpers.jobs import ROOT, child_environment, kill_tree
+from tests.helpers.outcomes import LEAVE, Order, Outcome, read, write
 
-Results = list[dict[str, Any]]  # one entry per rank: case name -> what it returned
-Environment = dict[str, str]
 _MOST = 6  # ranks at a time: each takes up to 0.7 GB
+_AFTER_AN_ERROR = 5.0  # seconds that the other ranks have: they may wait for the one that has it
 # A pause counts for a collective of Horovod's own that is under way.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
 _WAKE = 'while kill -0 "$0" 2>/dev/null; do sleep 1; done; kill -CONT "$@"'  # once the launcher has gone
 
 
 class StandingRanks:
-    """Ranks that stay up and run what they are asked to, as long as nothing fails and nobody asks for others.
+    """Ranks that carry out one order after another.
 
-    A few such sets are up at a time. Ranks of Horovod that wait would take a fifth of a core each: they are stopped.
+    A few such sets are up at a time. Ranks of Horovod that wait would take a fifth of a core each: they can be stopped.
 
     Args:
         workers: number of ranks.
         kind: what they import and who starts them: "torch", "keras" or "ddp".
-        command_of: function of a folder: the command that starts them, to serve what comes there.
+        command_of: function of a folder and the kind: the command that starts them, to serve what comes there.
+        variables: of their environment, from their start on.
     """
 
     _up: ClassVar[list[StandingRanks]] = []  # the one that was used last at the end
-    started: ClassVar[int] = 0  # rank processes, those that end with their cases too
+    started: ClassVar[int] = 0  # rank processes
 
-    def __init__(self, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> None:
+    def __init__(
+        self, workers: int, kind: str, command_of: Callable[[str, str], list[str]], variables: Mapping[str, str]
+    ) -> None:
         self._workers, self._kind, self._orders = workers, kind, itertools.count()
         StandingRanks.started += workers
         self._folder = tempfile.TemporaryDirectory(prefix="dgc-ranks-")
         self._path = Path(self._folder.name)
         self._ranks: list[psutil.Process] = []  # that are stopped between orders
         self._guard: subprocess.Popen[bytes] | None = None
-        own = {"DGC_TEST_KIND": kind, "DGC_TEST_LAUNCHER": str(os.getpid()), **_PATIENT}
-        environment = child_environment(own)
+        environment = child_environment({"DGC_TEST_LAUNCHER": str(os.getpid()), **variables})
         with (self._path / "log").open("w") as log:
             self._process = subprocess.Popen(
-                command_of(self._folder.name), cwd=ROOT, env=environment,
+                command_of(self._folder.name, kind), cwd=ROOT, env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     @classmethod
-    def of(cls, workers: int, kind: str, command_of: Callable[[str], list[str]]) -> StandingRanks:
+    def of(cls, workers: int, kind: str, command_of: Callable[[str, str], list[str]]) -> StandingRanks:
         """Those that are up, or new ones in the place of those that were not used for longest."""
         found = [each for each in cls._up if (each._workers, each._kind) == (workers, kind)]
         while not found and cls._up and sum(each._workers for each in cls._up) + workers > _MOST:
             cls._up[0].end()
-        (wanted,) = found or [cls(workers, kind, command_of)]
+        (wanted,) = found or [cls(workers, kind, command_of, _PATIENT)]
         cls._up[:] = [*(each for each in cls._up if each is not wanted), wanted]
         return wanted
 
-    def run(
-        self, cases: list[str], timeout: float, folder: Path | None = None, environment: Environment | None = None
-    ) -> Results | None:
-        """What `run_ranks` returns; None if a case failed, or took longer than `timeout` seconds: all end then."""
-        number, deadline = next(self._orders), time.monotonic() + timeout
-        order = self._path / f"{number}.part"
-        variables = {"DGC_TEST_FOLDER": str(folder or ""), **(environment or {})}
-        order.write_text(json.dumps({"cases": cases, "environment": variables}))
-        order.rename(order.with_suffix(".order"))
+    def call(self, order: Order) -> list[Outcome | None]:
+        """How it ended on each rank; None where a rank has died, was too slow, or waited for one with an error."""
+        number = next(self._orders)
         self._each(psutil.Process.resume)
-        try:
-            while self._process.poll() is None and time.monotonic() < deadline:
-                results = results_of(self._path, number, self._workers)
-                if results is not None:
-                    self._pause()
-                    return results
-                time.sleep(0.01)
-        except BaseException:
-            self.end()
-            raise
-        print((self._path / "log").read_text()[-6000:])
-        warnings.warn(f"{cases} failed on ranks that were up, or took too long there: others start", stacklevel=3)
-        self.end()
+        write(self._path / f"{number}.order", order)
+        deadline = time.monotonic() + order.timeout
+        while True:
+            outcomes = [read(self._path / f"{number}.{rank}.outcome") for rank in range(self._workers)]
+            ended = self._process.poll() is not None
+            if ended or all(outcomes) or time.monotonic() > deadline:
+                return outcomes
+            if any(each and each.error for each in outcomes):
+                deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR)
+            time.sleep(0.01)
+
+    def leave(self) -> int | None:
+        """Let the ranks end by themselves; returns the launcher's exit code, None if they did not within a minute."""
+        write(self._path / f"{next(self._orders)}.order", LEAVE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(60)
         return None
 
-    def _pause(self) -> None:
+    def log(self) -> str:
+        """What the launcher and the ranks have printed."""
+        return (self._path / "log").read_text(errors="replace")
+
+    def pause(self) -> None:
         """Stop what waits for the next order; ranks of torchrun wait for free."""
         if self._kind != "ddp" and self._guard is None:
             every = psutil.Process(self._process.pid).children(recursive=True)
@@ -123,14 +124,3 @@ class StandingRanks:
 
 
 atexit.register(StandingRanks.end_all)
-
-
-def result_file(folder: Path, number: int, rank: int) -> Path:
-    """What a rank has written of the order of that number, counted from 0."""
-    return folder / f"{number}.{rank}.json"
-
-
-def results_of(folder: Path, number: int, workers: int) -> Results | None:
-    """What all ranks have written; None while one has not."""
-    files = [result_file(folder, number, rank) for rank in range(workers)]
-    return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else None

@@ -1,12 +1,15 @@
-"""Settings of the tests on real ranks."""
+"""Settings of the tests on real ranks.
+
+A test with the mark ``on_ranks(workers, kind, ...)`` is called on every rank, with its fixtures' values; a parameter
+``workers`` or ``controller`` of the test takes the place of the mark's. See `tests.helpers.on_ranks`.
+"""
 
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.on_ranks import KINDS, kind_of, on_ranks
 from tests.helpers.standing_ranks import StandingRanks
-
-KINDS = ("torch", "keras", "ddp")
 
 
 def pytest_collection_modifyitems(items):
@@ -14,14 +17,37 @@ def pytest_collection_modifyitems(items):
     items.sort(key=_ranks_of)
 
 
+def pytest_pyfunc_call(pyfuncitem):
+    """Call a marked test on its ranks."""
+    marks = list(pyfuncitem.iter_markers("on_ranks"))
+    workers, kind = _asked(pyfuncitem, marks)
+    if not workers:
+        return None
+    settings = {name: value for mark in reversed(marks) for name, value in mark.kwargs.items()}
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    settings |= {name: arguments[name] for name in ("controller",) if name in arguments}
+    on_ranks(pyfuncitem.obj, workers, kind, arguments=arguments, **{**settings, "last": bool(settings.get("last"))})
+    return True
+
+
+def _asked(item, marks):
+    """Workers and kind of ranks of a test; 0 workers where it runs in this process."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    workers, kind = (*(marks[0].args if marks else (0,)), None, None)[:2]
+    return parameters.get("workers", 2 if workers is None else workers) if marks else 0, kind
+
+
 def _ranks_of(item):
-    """By the mark ``ranks(workers, kind, last=0)``: 2, and the kind in the name of the file, where nothing is said."""
+    """By the mark ``on_ranks``, or ``ranks(workers, kind, last=0)`` of a test that calls `on_ranks` itself."""
     if item.path.parent != Path(__file__).parent:
         return ()
-    mark = item.get_closest_marker("ranks")
-    workers, kind = (*(mark.args if mark else ()), None, None)[:2]
-    kind = kind or next((kind for kind in KINDS if f"_{kind}_" in f"{item.path.stem}_"), KINDS[0])
-    return KINDS.index(kind), -(workers or 2), mark.kwargs.get("last", 0) if mark else 0
+    marks = list(item.iter_markers("on_ranks"))
+    workers, kind = _asked(item, marks)
+    if not workers:
+        marks = list(item.iter_markers("ranks"))
+        workers, kind = (*(marks[0].args if marks else ()), None, None)[:2]
+    last = next((mark.kwargs["last"] for mark in marks if "last" in mark.kwargs), 0)
+    return KINDS.index(kind or kind_of(item.path.stem)), -(workers or 2), int(last)
 
 
 def pytest_terminal_summary(terminalreporter):
