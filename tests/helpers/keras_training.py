@@ -1,8 +1,9 @@
-"""A smooth Keras model and its data, shared by the cases on real ranks with TensorFlow."""
+"""A smooth Keras model and its data, shared by the tests on real ranks with TensorFlow."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -54,6 +55,18 @@ def together(workers: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(  # type: ignore[return-value]
         np.concatenate([part[i] for part in parts], axis=1).reshape(BATCHES * BATCH * workers, -1) for i in range(2)
     )
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    """Mean squared error."""
+    return tf.reduce_mean((model(x) - y) ** 2)
+
+
+def gradients_of(model: Any, x: Any, y: Any, wrap: Callable[[Any], Any] = lambda tape: tape) -> list[Any]:
+    """Of `loss_of`, by what `wrap` makes of the tape that has recorded it."""
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, x, y)
+    return wrap(tape).gradient(loss, model.trainable_variables)
 
 
 def fit(model: Any, optimizer: Any, epochs: int = 3, callbacks: Any = (), **compiled: Any) -> Any:

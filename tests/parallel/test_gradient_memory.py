@@ -2,38 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.regression import SharedGradients
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, weights
 
-pytestmark = pytest.mark.parallel
-CASES = ["update_in_place", "replaced_gradients", "shared_gradient_memory", "late_writes"]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(2, [f"gradient_memory.{case}" for case in CASES])
-
-
-def test_updates_are_put_together_in_the_gradients_memory(ranks):
-    found = ranks[0]["gradient_memory.update_in_place"]
-    assert found["fp32"] == {"in place": True, "held": 0} and found["bf16"]["held"] == 0
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 
 
-def test_gradients_that_a_script_replaced_still_get_the_update(ranks):
-    found = [rank["gradient_memory.replaced_gradients"] for rank in ranks]
-    assert found[0]["same"] and found[0]["fingerprint"] == found[1]["fingerprint"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_put_together_in_the_gradients_memory(dtype):
+    """Where they do not fit, beside it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    model(torch.randn(4, 32, dtype=dtype)).pow(2).sum().backward()
+    places = [p.grad.data_ptr() for p in model.parameters()]
+    optimizer.step()
+    if dtype == torch.float32:
+        assert [p.grad.data_ptr() for p in model.parameters()] == places
+    assert not any(run.outputs for run in session(optimizer).exchange.runs), "nothing is held"
 
 
-def test_gradients_that_share_memory_get_an_update_each(ranks):
-    found = [rank["gradient_memory.shared_gradient_memory"] for rank in ranks]
-    assert found[0]["fp32"]["shared"], "autograd no longer shares this memory; find another case"
-    for way, most in (("fp32", 1e-6), ("8bit", 2e-2), ("two buckets", 1e-6)):
-        assert found[0][way]["distance"] < most
-        assert found[0][way]["fingerprint"] == found[1][way]["fingerprint"]
+def _trained(before_step: Callable[[Any], None] = lambda p: None, sparse: bool = False) -> str:
+    """Fingerprint after five steps, before which something was done to each parameter, or each that is compressed."""
+    model = smooth_model()
+    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    for x, y in batches(5, hvd.rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        for p in session(optimizer).exchange.sparse if sparse else model.parameters():
+            before_step(p)
+        optimizer.step()
+    return fingerprint(model)
 
 
-def test_what_a_script_writes_too_late_reaches_no_weight(ranks):
-    found = [rank["gradient_memory.late_writes"] for rank in ranks]
-    prints = {(name, text) for rank in found for name, text in rank.items()}
-    assert len({text for _, text in prints}) == 1, prints
+def _replaced(p: Any) -> None:
+    p.grad = p.grad.clone()
+
+
+def test_gradients_that_a_script_replaced_still_get_the_update():
+    found = _trained(_replaced)
+    assert found == _trained()
+    same_on_ranks(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [({"dense_values": "fp32"}, 1e-6), ({"dense_values": "8bit"}, 2e-2), ({"bucket_bytes": 8192}, 1e-6)],
+)
+def test_gradients_that_share_memory_get_an_update_each(fields, most):
+    """As with stock Horovod; a parameter has no elements."""
+    ends = []
+    for ours in (False, True):
+        model = SharedGradients()
+        compression = Compression.dgc(1.0, factor_masking=False, **{**UNROUNDED, **fields})
+        wrap, more = (DistributedOptimizer, (compression,)) if ours else (hvd.DistributedOptimizer, ())
+        optimizer = wrap(momentum_sgd(model), model.named_parameters(), *more)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
+            assert model.a.grad.data_ptr() == model.b.grad.data_ptr(), "not shared any more; find another case"
+            optimizer.step()
+        ends.append(weights(model))
+    assert distance(*ends) < most
+    same_on_ranks(fingerprint(model))
+
+
+def _in_place(p: Any) -> None:
+    p.grad.add_(torch.randn_like(p))
+
+
+def _by_data(p: Any) -> None:
+    p.grad.data.add_(torch.randn_like(p))
+
+
+def _by_numpy(p: Any) -> None:
+    p.grad.numpy()[...] += 1 + hvd.rank()
+
+
+def _then_replaced(p: Any) -> None:
+    p.grad.add_(torch.randn_like(p))
+    p.grad = p.grad.clone()
+
+
+@pytest.mark.parametrize("write", [_in_place, _by_data, _by_numpy, _then_replaced])
+def test_what_a_script_writes_too_late_reaches_no_weight(write):
+    """A rank's own noise, written into p.grad when it had been taken already."""
+    found = _trained(write, sparse=True)
+    assert found == _trained()
+    same_on_ranks(found)

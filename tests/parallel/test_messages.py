@@ -3,87 +3,247 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
+from typing import Any
 
+import horovod.torch as hvd
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 from dgc_horovod import __version__
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.torch.wrapping import checks
+from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.together import call_each
+from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
 
-pytestmark = pytest.mark.parallel
-
-
-@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
-def ranks(request):
-    return run_ranks(2, ["messages.script_habits", "messages.disagreements"], request.param)
-
-
-def test_script_habits(ranks):
-    found = [rank["messages.script_habits"] for rank in ranks]
-    assert found[0]["fingerprint"] == found[1]["fingerprint"]
-    assert found[0]["broadcast moved weights"] == 0
-    assert found[0]["lr"] == pytest.approx(0.005) and found[0]["momentum shown"] == 0.9 and found[0]["is SGD"]
-    assert found[0]["stock momentum"] == 0.9
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("wrap twice", "already wrapped"),
-        ("add_param_group", "before wrapping|first, then wrap"),
-        ("adasum", "Average or hvd.Sum"),
-        ("predivide", "must be a positive number, got 0.0; leave it at 1.0"),
-        ("predivide, a text", "ConfigError: gradient_predivide_factor must be a positive number, got '2'"),
-        ("passes, a text", "ConfigError: backward_passes_per_step must be a whole number >= 1, got '2'"),
-        ("duplicate names", "repeated names: a"),
-        ("missing names", "no name in named_parameters"),
-        ("not called", r"Compression.dgc\(density=0.001\)"),
-        ("dampening", "dampening=0"),
-        ("zero_grad between", "before step"),
-        ("gradients removed", r"was removed between backward\(\) and step\(\)"),
-        ("stock given ours", "dgc_horovod.torch import DistributedOptimizer.*dgcrun"),
-        ("epoch unknown", "steps_per_epoch"),
-        ("arguments swapped", "second argument is named_parameters"),
-        ("model for optimizer", "must be a torch.optim.Optimizer, got Sequential"),
-        ("step twice", "no backward pass"),
-        ("unscaled too early", r"optimizer.synchronize\(\) before scaler.unscale_"),
-        ("scaler not passed", "pass grad_scaler=scaler"),
-        ("loaded too early", "call it after step"),
-        ("unfrozen later", "'0.weight' did not require a gradient"),
-    ],
-)
-def test_error_messages(ranks, case, words):
-    for rank in ranks:
-        assert re.search(words, rank["messages.script_habits"]["errors"][case]), rank
+def _wrapped(
+    model: Any = None,
+    compression: Any = None,
+    stock: Callable[[Any], Any] = momentum_sgd,
+    names: Any = None,
+    **more: Any,
+) -> Any:
+    model, compression = model or smooth_model(), compression or Compression.dgc(0.1)
+    return DistributedOptimizer(stock(model), names or model.named_parameters(), compression, **more)
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("density", "config.density: rank 0 has 0.01, rank 1 has 0.02"),
-        ("rule", "config.rule: rank 0 has 'gaussian', rank 1 has 'exact'"),
-        ("scaler", "grad_scaler: rank 0 has True, rank 1 has False"),
-        ("groups", "bucket boundaries: rank 0 has"),
-        ("compression", "compression: rank 0 has dgc, rank 1 has NoneCompressor"),
-        ("shapes", "shapes: rank 0 has 0.weight (65, 32), rank 1 has 0.weight (64, 32)"),
-        ("names", "names: rank 0 has 0.weight, rank 1 has other.0.weight"),
-        ("tensor count", "tensor count: rank 0 has 4, rank 1 has 2"),
-        ("passes", "backward_passes_per_step: rank 0 has 1, rank 1 has 2"),
-        ("optimizer", "optimizer: rank 0 has Adagrad, rank 1 has RMSprop"),
-        ("version", f"version: rank 0 has {__version__}, rank 1 has 0.0"),
-        ("epoch", "check that every rank sets the same epoch"),
-    ],
-)
-def test_ranks_that_disagree_all_raise_the_same(ranks, case, words):
-    texts = [rank["messages.disagreements"][case] for rank in ranks]
-    for text in texts:
-        assert text.startswith("RankMismatch:") and words in text, text
+def _loss(model: nn.Module) -> torch.Tensor:
+    x, y = next(iter(batches(1, hvd.rank())))
+    return F.mse_loss(model(x), y)
+
+
+def test_script_habits():
+    """zero_grad with arguments, schedulers, state_dict both ways, broadcast, wrapping again."""
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    optimizer = _wrapped(model, Compression.dgc(0.05), lambda _: sgd)
+    before = weights(model)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert torch.equal(before, weights(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    train(model, optimizer, 10, after_step=lambda step: scheduler.step())
+    (group,) = optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.005) and group["momentum"] == 0.9 and isinstance(optimizer, torch.optim.SGD)
+    for to_none in (False, True):
+        optimizer.zero_grad(set_to_none=to_none)
+    stock = momentum_sgd(smooth_model())
+    stock.load_state_dict(optimizer.state_dict())
+    assert stock.param_groups[0]["momentum"] == 0.9
+    optimizer.load_state_dict(stock.state_dict())
+    train(model, optimizer, 3)
+    again = _wrapped(model, Compression.topk(0.05), lambda model: torch.optim.SGD(model.parameters(), lr=0.02))
+    del optimizer
+    train(model, again, 3)
+    same_on_ranks(fingerprint(model))
+
+
+def _between(action: Callable[[Any], Any]) -> None:
+    """Do something between backward() and step()."""
+    model = smooth_model()
+    optimizer = _wrapped(model)
+    _loss(model).backward()
+    try:
+        action(optimizer)
+    finally:
+        optimizer.step()
+
+
+def _gradients_removed() -> None:
+    """By the model's own zero_grad, while a tensor that was not used keeps its bucket from leaving."""
+    model = smooth_model()
+    model.unused = nn.Parameter(torch.zeros(40, 40))
+    optimizer = _wrapped(model)
+    _loss(model).backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+def _stock_given_ours() -> None:
+    model = smooth_model()
+    train(model, hvd.DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1)), 1)
+
+
+def _epoch_unknown() -> None:
+    model = smooth_model()
+    train(model, _wrapped(model, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2))), 1)
+
+
+def _step_twice() -> None:
+    model = smooth_model()
+    optimizer = _wrapped(model)
+    train(model, optimizer, 2)
+    optimizer.step()
+
+
+def _scaler_without_synchronize(passed: bool) -> None:
+    model, scaler = smooth_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = _wrapped(model, **{"grad_scaler": scaler} if passed else {})
+    scaler.scale(_loss(model)).backward()
+    scaler.step(optimizer)
+
+
+def _unfrozen_later() -> None:
+    model = smooth_model()
+    model[0].weight.requires_grad_(False)
+    train(model, _wrapped(model), 2, before_backward=lambda step: model[0].weight.requires_grad_(step == 1))
+
+
+def _dampened(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+
+
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "wrap twice": ("already wrapped", lambda: _wrapped(stock=_wrapped)),
+    "add_param_group": ("before wrapping|first, then wrap", lambda: _wrapped().add_param_group({"params": []})),
+    "adasum": ("Average or hvd.Sum", lambda: _wrapped(op=hvd.Adasum)),
+    "predivide": (
+        "must be a positive number, got 0.0; leave it at 1.0", lambda: _wrapped(gradient_predivide_factor=0.0)),
+    "predivide, a text": (
+        "ConfigError: gradient_predivide_factor must be a positive number, got '2'",
+        lambda: _wrapped(gradient_predivide_factor="2")),
+    "passes, a text": (
+        "ConfigError: backward_passes_per_step must be a whole number >= 1, got '2'",
+        lambda: _wrapped(backward_passes_per_step="2")),
+    "duplicate names": (
+        "repeated names: a", lambda: _wrapped(model := smooth_model(), names=[("a", p) for p in model.parameters()])),
+    "missing names": (
+        "no name in named_parameters",
+        lambda: _wrapped(model := smooth_model(), names=list(model.named_parameters())[1:])),
+    "not called": (r"Compression.dgc\(density=0.001\)", lambda: _wrapped(compression=Compression.dgc)),
+    "dampening": ("dampening=0", lambda: _wrapped(stock=_dampened)),
+    "zero_grad between": ("before step", lambda: _between(lambda optimizer: optimizer.zero_grad())),
+    "gradients removed": (r"was removed between backward\(\) and step\(\)", _gradients_removed),
+    "stock given ours": ("dgc_horovod.torch import DistributedOptimizer.*dgcrun", _stock_given_ours),
+    "epoch unknown": ("steps_per_epoch", _epoch_unknown),
+    "arguments swapped": (
+        "second argument is named_parameters",
+        lambda: DistributedOptimizer(momentum_sgd(smooth_model()), Compression.dgc())),
+    "model for optimizer": (
+        "must be a torch.optim.Optimizer, got Sequential", lambda: _wrapped(stock=lambda model: model)),
+    "step twice": ("no backward pass", _step_twice),
+    "unscaled too early": (
+        r"optimizer.synchronize\(\) before scaler.unscale_", lambda: _scaler_without_synchronize(passed=True)),
+    "scaler not passed": ("pass grad_scaler=scaler", lambda: _scaler_without_synchronize(passed=False)),
+    "loaded too early": (
+        "call it after step", lambda: _between(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()))),
+    "unfrozen later": ("'0.weight' did not require a gradient", _unfrozen_later),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_error_messages(case):
+    words, attempt = REFUSED[case]
+    error = error_of(attempt)
+    assert re.search(words, error), error
+
+
+def _renamed(last: bool) -> Any:
+    named = [(f"{'other.' if last else ''}{name}", p) for name, p in smooth_model().named_parameters()]
+    return _wrapped(nn.ParameterList([p for _, p in named]), names=named)
+
+
+def _other_optimizer(last: bool) -> Any:
+    kind = torch.optim.RMSprop if last else torch.optim.Adagrad
+    return _wrapped(None, Compression.topk(0.01), lambda model: kind(model.parameters()))
+
+
+def _other_version(last: bool) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "__version__", "0.0" if last else __version__)
+        return _wrapped()
+
+
+def _other_epoch(last: bool) -> None:
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2)))
+    optimizer.set_epoch(3 if last else 1)
+    train(model, optimizer, 1)
+
+
+DIFFERENT: dict[str, tuple[str, Callable[[bool], Any]]] = {  # what is done on the last rank, or on another
+    "density": (
+        "config.density: rank 0 has 0.01, rank 1 has 0.02",
+        lambda last: _wrapped(compression=Compression.dgc(0.02 if last else 0.01))),
+    "rule": (
+        "config.rule: rank 0 has 'gaussian', rank 1 has 'exact'",
+        lambda last: _wrapped(compression=Compression.topk(0.01) if last else Compression.gaussian(0.01))),
+    "scaler": (
+        "grad_scaler: rank 0 has True, rank 1 has False",
+        lambda last: _wrapped(grad_scaler=None if last else torch.amp.GradScaler("cpu"))),
+    "groups": ("bucket boundaries: rank 0 has", lambda last: _wrapped(num_groups=2 if last else 3)),
+    "compression": (
+        "compression: rank 0 has dgc, rank 1 has NoneCompressor",
+        lambda last: _wrapped(compression=Compression.none if last else Compression.dgc(0.01))),
+    "shapes": (
+        "shapes: rank 0 has 0.weight (65, 32), rank 1 has 0.weight (64, 32)",
+        lambda last: _wrapped(nn.Sequential(nn.Linear(32, 64 if last else 65)))),
+    "names": ("names: rank 0 has 0.weight, rank 1 has other.0.weight", _renamed),
+    "tensor count": (
+        "tensor count: rank 0 has 4, rank 1 has 2", lambda last: _wrapped(smooth_model()[: 2 if last else 4])),
+    "passes": (
+        "backward_passes_per_step: rank 0 has 1, rank 1 has 2",
+        lambda last: _wrapped(backward_passes_per_step=2 if last else 1)),
+    "optimizer": ("optimizer: rank 0 has Adagrad, rank 1 has RMSprop", _other_optimizer),
+    "version": (f"version: rank 0 has {__version__}, rank 1 has 0.0", _other_version),
+    "epoch": ("check that every rank sets the same epoch", _other_epoch),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_disagree_all_raise_the_same(case):
+    words, action = DIFFERENT[case]
+    error = error_of(lambda: action(hvd.rank() == hvd.size() - 1))
+    assert error.startswith("RankMismatch:") and words in error, error
     if case != "epoch":
-        assert texts[0] == texts[1]
+        same_on_ranks(error)
 
 
-@pytest.mark.ranks(2, last=1)
-def test_missing_rank_is_an_error_not_a_hang():
-    ranks = run_ranks(2, ["messages.missing_rank"], timeout=90, environment={"DGC_TIMEOUT": "3"})
-    found = ranks[0]["messages.missing_rank"]
-    assert found["error"].startswith("CollectiveTimeout: rank 0 of 2 waited 3 s for dgc."), found
-    assert found["seconds"] < 7
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.on_ranks(2, controller="mpi")
+def test_the_same_over_mpi():
+    call_each(test_script_habits, test_error_messages, test_ranks_that_disagree_all_raise_the_same)
+
+
+@pytest.mark.on_ranks(2, last=1, timeout=90, environment={"DGC_TIMEOUT": "3"})
+def test_missing_rank_is_an_error_not_a_hang(tmp_path):
+    """The last rank stays away from a step: the others give up, naming what they waited for."""
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(0.01))
+    train(model, optimizer, 2)
+    if hvd.rank() == hvd.size() - 1:
+        stay_away(tmp_path)
+        return
+    start = time.monotonic()
+    error = error_told(lambda: train(model, optimizer, 1), tmp_path)
+    assert error.startswith("CollectiveTimeout: rank 0 of 2 waited 3 s for dgc."), error
+    assert time.monotonic() - start < 7

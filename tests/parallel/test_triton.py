@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.training import fingerprint, momentum_sgd, smooth_model, train
 
 # The kernels' bits are checked one by one in tests/unit, and in the adapter on a GPU by scripts/gpu_check
-pytestmark = [pytest.mark.parallel, pytest.mark.slow]
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(environment={"TRITON_INTERPRET": "1"})]
+_DGC = partial(Compression.dgc, 0.05, min_numel=16)
 
 
-def test_training_is_the_same_bit_by_bit():
-    ranks = run_ranks(2, ["triton.same_as_native"], environment={"TRITON_INTERPRET": "1"})
-    found = [rank["triton.same_as_native"] for rank in ranks]
-    assert found[0] == found[1] and len(found[0]) == 4
-    for name, weights in found[0].items():
-        assert weights["triton"] == weights["native"], name
+def _adamw(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+@pytest.mark.parametrize(
+    ("compression", "make"),
+    [
+        pytest.param(_DGC(), momentum_sgd, id="dgc"),
+        pytest.param(_DGC(clip_norm=0.5, scope="tensor", values="4bit"), momentum_sgd, id="clipped, per tensor, 4bit"),
+        pytest.param(Compression.gaussian(0.05, min_numel=16), momentum_sgd, id="gaussian"),
+        pytest.param(_DGC(), _adamw, id="AdamW"),
+    ],
+)
+def test_training_is_the_same_bit_by_bit(compression, make):
+    found = {}
+    for backend in ("native", "triton"):
+        model = smooth_model()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DGC_BACKEND", backend)
+            optimizer = DistributedOptimizer(make(model), model.named_parameters(), compression)
+            train(model, optimizer, 8)
+        assert {engine.kernels.name for engine in session(optimizer).exchange.engines} == {backend}
+        found[backend] = fingerprint(model)
+    assert found["triton"] == found["native"]
+    same_on_ranks(found)

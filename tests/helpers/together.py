@@ -1,0 +1,25 @@
+"""Many tests in one: over MPI and on nodes ranks are started for each test, which takes longer than most do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+_PARAM = type(pytest.param())
+
+
+def call_each(*tests: Callable[..., Any]) -> None:
+    """Call tests one after another, each with all its parameters."""
+    for test in tests:
+        marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+        for rows in itertools.product(*(_rows(*mark.args) for mark in marks)):
+            test(**{name: value for row in rows for name, value in row.items()})
+
+
+def _rows(names: str | Sequence[str], values: Any) -> list[dict[str, Any]]:
+    names = [names] if isinstance(names, str) else names
+    rows = [row.values if isinstance(row, _PARAM) else row if len(names) > 1 else (row,) for row in values]
+    return [dict(zip(names, row, strict=True)) for row in rows]
