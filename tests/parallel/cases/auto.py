@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -349,8 +350,8 @@ def missing() -> dict[str, Any]:
     model, optimizer = made()
     train(model, optimizer, 2)
     if hvd.rank() == 0:
-        return {"error": error_told(lambda: train(model, optimizer, 1))}
-    stay_away()
+        return {"error": error_told(lambda: train(model, optimizer, 1), Path(os.environ["DGC_TEST_FOLDER"]))}
+    stay_away(Path(os.environ["DGC_TEST_FOLDER"]))
     return {"error": ""}
 
 
