@@ -30,6 +30,11 @@ NO_RATE = (
     "LEARN AT ALL, as in our trials (docs/tuning.md#by-optimizer). Use SGD, Adam or AdamW with a learning rate, or "
     "compression none or fp16"
 )
+_NOT_WORTH_IT = ("Lion", "Muon")  # of torch, Keras and others
+LEARNS_LESS = (
+    "{name} learns much less from compressed gradients, with momentum or without, as in our trials "
+    "(docs/tuning.md#by-optimizer). Use AdamW, or compression none or fp16"
+)
 MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
@@ -72,6 +77,8 @@ def of_other(optimizer: type, corrects: bool) -> list[str]:
     name = optimizer.__name__
     if any(base.__name__.startswith(_FIND_THEIR_RATE) for base in optimizer.__mro__):
         return [NO_RATE.format(name=name)]
+    if any(base.__name__.startswith(_NOT_WORTH_IT) for base in optimizer.__mro__):
+        return [LEARNS_LESS.format(name=name)]
     if not corrects:
         return []
     runs = f"momentum correction supports SGD, Adam and AdamW; {name} runs with plain error feedback"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import variants as all_of
+from benchmarks.quality.optimizers import OTHERS
 from benchmarks.quality.tasks import ALL_TASKS, TASKS, digest
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import ADAM_DENSE, BETAS, EXCHANGES, VARIANTS
@@ -196,6 +197,8 @@ def settings(run: Run) -> str:
         splits = config is not None and config.momentum_correction and config.local_steps is None
         others = (*others, "shared second moment") if splits else others
         others = (*others, "fades as the rate rises") if splits and task.ramp else others
+    if variant.optimizer in OTHERS:
+        others = (*others, variant.momentum)
     if run.task not in TASKS:
         others = (*others, task.adamw_lr, task.ramp, digest())
     if variant.dense_steps and config is not None and config.local_steps is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.quality.optimizers import OTHERS
 from benchmarks.quality.tasks import Settings
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
@@ -31,8 +32,9 @@ class Variant:
         density: of the selection, in the task's own, where `fields` do not give it.
         masks_below: density above which momentum is not masked, as a trial: the product has no such switch.
         falls: whether the density falls over the whole run, from 12/7 to 3/7 of the task's own, at equal traffic.
-        optimizer: "sgd", "nesterov" (both with momentum 0.9) or "adamw".
-        rate: highest learning rate of SGD, in the task's own.
+        optimizer: "sgd", "nesterov" (both with momentum 0.9), "adamw" or one of OTHERS.
+        rate: highest learning rate: of SGD in the task's own, of OTHERS itself.
+        momentum: of OTHERS.
         betas: AdamW's; beta1 = 0 where tensors are compressed.
         node_size: workers of a node, which average densely and are one sender.
         shard_density: what the owners of shards send on, in what a sender sends; 0: no shards.
@@ -50,6 +52,7 @@ class Variant:
     falls: bool = False
     optimizer: str = "sgd"
     rate: float = 1.0
+    momentum: float = 0.0
     betas: tuple[float, float] = BETAS
     node_size: int = 1
     shard_density: float = 0.0
@@ -61,6 +64,8 @@ class Variant:
         """The optimizer on all parameters of `model`, not wrapped."""
         if self.optimizer == "adamw":
             return torch.optim.AdamW(model.parameters(), lr=settings.adamw_lr, betas=self.betas)
+        if self.optimizer in OTHERS:
+            return OTHERS[self.optimizer](model.parameters(), self.rate, self.momentum)
         nesterov = self.optimizer == "nesterov"
         return torch.optim.SGD(model.parameters(), lr=self.rate * settings.lr, momentum=MOMENTUM, nesterov=nesterov)
 
@@ -147,12 +152,32 @@ ADAM = {
     **ADAM_IN_2_BITS,
     "AdamW, dgc, b2 0.999": replace(_adamw(), betas=(0.9, 0.999)),
 }
-# Other optimizers than SGD; the learning rate of Nesterov's form is that of the task
+
+
+def _other(name: str, rate: float, momentum: float = 0.0, dense: bool = False) -> Variant:
+    """One of OTHERS, without a density warm-up."""
+    fields = None if dense else PRESETS["topk"]
+    return Variant(fields, clips=AFTERWARDS, warmup=0, optimizer=name, rate=rate, momentum=momentum)
+
+
+# Other optimizers than SGD; the learning rate of Nesterov's form is that of the task, those of OTHERS are the best of
+# three to four on seed 50, dense and compressed
 OPTIMIZERS = {
     "Nesterov, dense": Variant(None, clips=AFTERWARDS, optimizer="nesterov"),
     "Nesterov, dgc": Variant(_dgc(), optimizer="nesterov"),
     "AdamW, dense": ADAM_DENSE["AdamW, dense"],
     "AdamW, topk": Variant(PRESETS["topk"], clips=AFTERWARDS, optimizer="adamw"),
+    "RMSprop, dense": _other("rmsprop", 0.001, dense=True),
+    "RMSprop, topk": _other("rmsprop", 0.001),
+    "Adafactor, dense": _other("adafactor", 0.03, dense=True),
+    "Adafactor, topk": _other("adafactor", 0.03),
+    "Adafactor, topk, rate ×3": _other("adafactor", 0.1),
+    "Lion, dense": _other("lion", 0.001, 0.9, dense=True),
+    "Lion, topk, rate ×3": _other("lion", 0.003, 0.9),
+    "Lion, topk, rate ×30, no momentum": _other("lion", 0.03),
+    "Muon, dense": _other("muon", 0.01, 0.95, dense=True),
+    "Muon, topk": _other("muon", 0.01, 0.95),
+    "Muon, topk, rate ×2, no momentum": _other("muon", 0.02),
 }
 # torch's own, which sends about as many bytes as a density of 1%, after some dense steps
 POWER_SGD = {
