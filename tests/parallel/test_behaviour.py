@@ -1,207 +1,310 @@
-"""Hand-computed steps, loss scaling, clipping, dtypes, process sets and overlap, on real ranks."""
+"""What a training script may do around the optimizer, and what it must be told when it goes wrong."""
 
 from __future__ import annotations
 
-import json
+import copy
+from collections.abc import Callable
+from typing import Any
 
+import horovod.torch as hvd
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers import hand_table
-from tests.helpers.ranks import check_metrics_file, run_ranks
+from tests.helpers.calls import calls_to_c
+from tests.helpers.logs import messages
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.together import call_each
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
-pytestmark = pytest.mark.parallel
-CASES = [
-    "hand_tables", "loss_scaling", "clipping", "epochs_observed", "larger_batch_identity", "synchronize_twice",
-    "resume_on_rank_zero", "step_hooks", "other_memory", "from_hook_to_c",
-]  # fmt: skip
-DTYPES = [
-    "clipped_doubles",
-    "low_precision",
-    "cast_after_wrapping",
-    "channels_last_clipped",
-    "half_overflow",
-    "through_host_memory",
-]
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
-def ranks(request):
-    cases = [*(f"behaviour.{case}" for case in CASES), *(f"dtypes.{case}" for case in DTYPES)]
-    return run_ranks(2, cases, request.param)
+def _slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-def test_few_calls_lie_between_a_hook_and_c(ranks):
-    for rank in ranks:
-        found = rank["behaviour.from_hook_to_c"]
-        assert len(found) > 1 and all(calls[0] == "ready" and len(calls) <= 7 for calls in found), found
+def _everything(**fields: Any) -> Any:
+    """The compression that loses nothing."""
+    return Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED, **fields)
+
+
+def _wrapped(model: nn.Module, compression: Any, stock: Any = momentum_sgd, **more: Any) -> Any:
+    return DistributedOptimizer(stock(model), model.named_parameters(), compression, **more)
+
+
+def _backward(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
 
 
 @pytest.mark.parametrize(
-    ("name", "table"),
-    [("momentum", hand_table.MOMENTUM_TABLE), ("nesterov", hand_table.NESTEROV_TABLE), ("nan", hand_table.NAN_TABLE)],
+    ("gradients", "nesterov", "table"),
+    [
+        pytest.param(hand_table.GRADIENTS, False, hand_table.MOMENTUM_TABLE, id="momentum"),
+        pytest.param(hand_table.GRADIENTS, True, hand_table.NESTEROV_TABLE, id="nesterov"),
+        pytest.param(hand_table.GRADIENTS_WITH_NAN, False, hand_table.NAN_TABLE, id="nan"),
+    ],
 )
-def test_hand_computed_steps(ranks, name, table):
-    for step, row in enumerate(table):
-        for rank in (0, 1):
-            found = ranks[rank]["behaviour.hand_tables"][name][step]
-            assert found["u"] == row["u"][rank], (step, rank)
-            assert found["v"] == row["v"][rank], (step, rank)
-            if row["mean"] is None:
-                assert found["grad"] == [None] * 6 and found["moved"] == [0] * 6
-            else:
-                assert found["grad"] == row["mean"] and found["moved"] == row["mean"]
+def test_hand_computed_steps(gradients, nesterov, table):
+    """Gradients are fed by ``loss = sum(w*g)``."""
+    w, rank = nn.Parameter(torch.zeros(2, 3)), hvd.rank()
+    sgd = torch.optim.SGD([w], lr=1.0, momentum=hand_table.MOMENTUM, nesterov=nesterov)
+    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(hand_table.DENSITY, min_numel=1))
+    for step, (each, row) in enumerate(zip(gradients, table, strict=True)):
+        optimizer.zero_grad()
+        before = w.detach().clone()
+        (w * torch.tensor(each[rank]).view(2, 3)).sum().backward()
+        optimizer.step()
+        arrays = session(optimizer).exchange.state_arrays()["w"]
+        assert arrays["u"].tolist() == row["u"][rank], step
+        assert arrays["v"].tolist() == row["v"][rank], step
+        moved = (before - w.detach()).flatten().tolist()
+        if row["mean"] is None:
+            assert w.grad.isnan().all() and moved == [0] * 6
+        else:
+            assert w.grad.flatten().tolist() == row["mean"] and moved == row["mean"]
 
 
-def test_loss_scaling(ranks):
-    found = [rank["behaviour.loss_scaling"] for rank in ranks]
-    assert found[0]["fingerprint"] == found[1]["fingerprint"]
-    for result in found:
-        assert all(result[key] for key in ("same bits", "scale grew", "scale fell", "finite", "finite weights")), result
+def test_few_calls_lie_between_a_hook_and_c():
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(0.1, min_numel=1, bucket_bytes=1))
+    train(model, optimizer, 2)
+    with calls_to_c(session(optimizer).exchange.engines[0].kernels) as buckets:
+        train(model, optimizer, 1)
+    assert len(buckets) > 1 and all(calls[0] == "ready" and len(calls) <= 7 for calls in buckets), buckets
 
 
-def test_clipping(ranks):
-    found = ranks[0]["behaviour.clipping"]
-    assert found["harmless"] and found["loose clip"] and found["clip acts"] > 1e-3
-    assert len(found["warnings"]) == 2, "one without clip_norm, one for another c; none for the same c"
-    assert len(found["too late"]) == 1
+def _scaled(scales: bool = True, overflow_at: int | None = None) -> tuple[nn.Module, Any, float]:
+    """Model, optimizer and the last loss scale."""
+    model = smooth_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales, growth_interval=7)
+    compression = Compression.dgc(0.05, compress_1d=True, min_numel=1)
+    optimizer = _wrapped(model, compression, _slow_sgd, grad_scaler=scaler)
+    for step, (x, y) in enumerate(batches(20, hvd.rank())):
+        optimizer.zero_grad()
+        if step == overflow_at and hvd.rank() == hvd.size() - 1:
+            x = x * float("inf")
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return model, optimizer, scaler.get_scale()
 
 
-def test_epoch_is_observed(ranks):
-    found = [rank["behaviour.epochs_observed"] for rank in ranks]
-    assert found[0]["fingerprint"] == found[1]["fingerprint"]
-    assert found[0]["densities"] == pytest.approx([0.25, 0.0625, 0.015625, 0.01], rel=0.01)
+def test_loss_scaling():
+    """GradScaler: with ``grad_scaler=`` the same bits as without scaling; an overflow on one rank skips all."""
+    (plain, _, _), (scaled, _, scale) = _scaled(False), _scaled()
+    assert fingerprint(plain) == fingerprint(scaled)
+    model, optimizer, fallen = _scaled(overflow_at=5)
+    assert fallen < scale and scale > 1024
+    arrays = session(optimizer).exchange.state_arrays()
+    assert all(torch.from_numpy(a).isfinite().all() for d in arrays.values() for a in d.values())
+    assert weights(model).isfinite().all()
+    same_on_ranks(fingerprint(model))
 
 
-def test_synchronize_twice_is_once(ranks):
-    for rank in ranks:
-        assert len(set(rank["behaviour.synchronize_twice"]["fingerprints"])) == 1
+def _clipped(by_script: bool, **fields: Any) -> nn.Module:
+    """A script's own clipping comes after synchronize()."""
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(0.02, **fields), _slow_sgd)
+    for x, y in batches(20, hvd.rank()):
+        _backward(model, optimizer, x, y)
+        optimizer.synchronize()
+        if by_script:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return model
 
 
-def test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing(ranks):
-    found = {text for rank in ranks for text in rank["behaviour.other_memory"]["fingerprints"]}
-    assert len(found) == 1
+def test_clipping():
+    """Harmless with clip_norm at the same c, warned about without, or at another."""
+    plain, clipped = _clipped(False), _clipped(False, clip_norm=0.5)
+    assert distance(weights(plain), weights(clipped)) > 1e-3
+    assert fingerprint(_clipped(False, clip_norm=1e6)) == fingerprint(plain)
+    said = {}
+    for c in (None, 0.5, 50.0):
+        with messages() as texts:
+            twice = _clipped(True, **{"clip_norm": c} if c else {})
+        said[c] = sum("clip_norm" in text for text in texts)
+        assert c != 0.5 or fingerprint(twice) == fingerprint(clipped)
+    assert list(said.values()) == ([1, 0, 1] if hvd.rank() == 0 else [0, 0, 0])
 
 
-def test_low_precision(ranks):
-    found = [rank["dtypes.low_precision"] for rank in ranks]
-    assert found[0]["fingerprint"] == found[1]["fingerprint"]
-    assert found[0]["dtypes"] == ["torch.bfloat16"] and found[0]["state dtypes"] == ["float32"]
-    assert found[0]["fp32 shadow"] == [True, True]
+def test_gradients_that_are_changed_too_late_are_told():
+    model = smooth_model()
+    with messages() as texts:
+        optimizer = _wrapped(model, Compression.dgc(0.02))
+        _backward(model, optimizer, *next(iter(batches(1, hvd.rank()))))
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        optimizer.step()
+    assert sum("no effect" in text for text in texts) == (hvd.rank() == 0)
 
 
-@pytest.mark.parametrize("case", ["cast_after_wrapping", "channels_last_clipped"])
-def test_dtypes_and_layouts(ranks, case):
-    found = [rank[f"dtypes.{case}"] for rank in ranks]
-    assert found[0]["fingerprint"] == found[1]["fingerprint"]
-    assert found[0].get("in flight", 1) > 0, "the hooks no longer fire"
+def test_epoch_is_observed():
+    """A warm-up in epochs follows ``DistributedSampler.set_epoch``."""
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=3), min_numel=1))
+    sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=hvd.size(), rank=hvd.rank())
+    densities, before = [], 0
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        train(model, optimizer, 1)
+        stats = optimizer.compression_stats()
+        densities.append((stats["selected"] - before) / (stats["elements"] / stats["steps"]))
+        before = stats["selected"]
+    assert densities == pytest.approx([0.25, 0.0625, 0.015625, 0.01], rel=0.01)
+    same_on_ranks(fingerprint(model))
 
 
-def test_gradients_in_float64_are_clipped(ranks):
-    """torch has no norm of them in fp32: an error at the next step."""
-    first, second = (rank["dtypes.clipped_doubles"] for rank in ranks)
-    for way, (distance, total) in first.items():
-        assert distance < 1e-3 and total == second[way][1], way
+def _trained(before_step: Callable[[nn.Module, Any], Any] = lambda model, optimizer: None) -> str:
+    """Fingerprint after ten steps, with something done before each optimizer's step."""
+    model = smooth_model()
+    optimizer = _wrapped(model, Compression.dgc(0.02))
+    for x, y in batches(10, hvd.rank()):
+        _backward(model, optimizer, x, y)
+        before_step(model, optimizer)
+        optimizer.step()
+    return fingerprint(model)
 
 
-def test_tensors_that_horovod_cannot_take_go_through_host_memory(ranks):
-    """A Horovod without CUDA ends the process when it is given a CUDA tensor."""
-    found = [rank["dtypes.through_host_memory"] for rank in ranks]
-    assert len({each[how]["weights"] for each in found for how in each}) == 1
-    assert all(each["by the host"]["asked"] > 12 for each in found), "gradients and broadcasts go this way"
+def test_synchronize_twice_is_once():
+    """A second synchronize(), or a step() that synchronizes although that is done, changes nothing."""
+    once = _trained(lambda model, optimizer: optimizer.synchronize())
+    twice = _trained(lambda model, optimizer: [optimizer.synchronize() for _ in range(2)])
+    assert once == twice == _trained()
 
 
-def test_step_hooks_see_the_whole_step_once(ranks):
-    found = ranks[0]["behaviour.step_hooks"]
-    assert found["distance"] < 1e-5 and found["calls"] == [True] * 10
+def _give_other_memory(model: nn.Module, optimizer: Any) -> None:
+    for p in model.parameters():
+        p.grad.data = p.grad.data.clamp(-1e-4, 1e-4)
 
 
-def test_half_precision_overflow_is_skipped(ranks):
-    """Every gradient is finite, and an update is not: sent again at every step, it stopped training."""
-    found = [rank["dtypes.half_overflow"] for rank in ranks]
-    assert all(each["weights finite"] and each["v finite"] for each in found)
-    assert found[0]["fingerprint"] == found[1]["fingerprint"] and found[0]["moved"] == found[1]["moved"]
-    for each in found:
-        assert not all(each["moved"][:30]) and all(each["moved"][-10:])
-        assert each["skipped"] == each["moved"].count(False)
-        assert each["where"] == ["no rank: an update was too large"]
-        assert "an update was too large for its parameter's dtype" in each["stopped"]
-    assert [len(each["said"]) for each in found] == [1, 0]
-    assert "an update was too large" in found[0]["said"][0] and "a gradient was not finite" not in found[0]["said"][0]
+def test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing():
+    found = _trained(_give_other_memory)
+    assert found == _trained()
+    same_on_ranks(found)
 
 
-def test_rank_zero_alone_resumes_from_a_stock_checkpoint(ranks):
-    for rank in ranks:
-        assert all(distance <= 1e-5 for distance in rank["behaviour.resume_on_rank_zero"].values()), rank
+def _clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.data.clamp_(-0.05, 0.05)
 
 
-def test_larger_batch_identity(ranks):
-    assert ranks[0]["behaviour.larger_batch_identity"]["distance"] < 1e-6
+def test_step_hooks_see_the_whole_step_once():
+    """A post hook that clamps the weights sees the whole step, once; a pre hook sees every gradient."""
+    ends, calls = [], []
+    for ours in (False, True):
+        model = smooth_model()
+        sgd = _wrapped(model, _everything()) if ours else momentum_sgd(model)
+        if ours:
+            sgd.register_step_pre_hook(
+                lambda *_, m=model: calls.append(all(p.grad is not None for p in m.parameters()))
+            )
+        sgd.register_step_post_hook(_clamp)
+        for x, y in batches(10, hvd.rank()):
+            _backward(model, sgd, x, y)
+            for name, p in () if ours else model.named_parameters():
+                p.grad = hvd.allreduce(p.grad, name=name)
+            sgd.step()
+        ends.append(weights(model))
+    assert distance(*ends) < 1e-5 and calls == [True] * 10
 
 
-@pytest.mark.slow
-def test_half_density_sends_no_more_than_dense_on_four_ranks(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    ranks = run_ranks(4, ["behaviour.half_density_bytes"], environment={"DGC_METRICS_FILE": str(metrics)}, fresh=True)
-    check_metrics_file(metrics, "dgc")
-    found = [rank["behaviour.half_density_bytes"] for rank in ranks]
-    assert len({result["fingerprint"] for result in found}) == 1
-    headers = 12 * found[0]["steps"]  # flag and step of the one bucket
-    assert found[0]["bytes_sent"] <= found[0]["bytes_dense"] + headers
-    assert found[0]["bytes_received"] <= found[0]["bytes_dense_received"] + 3 * headers
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@pytest.mark.ranks(1)
-def test_single_process_is_the_same_mathematics():
-    (rank,) = run_ranks(1, ["behaviour.single_process"])
-    found = rank["behaviour.single_process"]
-    assert found["size"] == 1 and found["received"] == 0
-    assert found["distance"] < 1e-6 and found["coupled decay, clipped"] < 1e-5
-    assert found["losses"][1] < 0.7 * found["losses"][0]
+@pytest.mark.parametrize("stock", [momentum_sgd, _adamw])
+def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock):
+    """Horovod's idiom: rank 0 alone loads a stock checkpoint, then everything is broadcast."""
+    model, again = smooth_model(), smooth_model()
+    plain = stock(model)
+    batch = next(iter(batches(1, rank=0)))  # the same on every rank: stock needs no exchange
+    _backward(model, plain, *batch)
+    plain.step()
+    optimizer = _wrapped(again, _everything(), stock)
+    if hvd.rank() == 0:
+        again.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    hvd.broadcast_parameters(again.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for own, each in ((plain, model), (optimizer, again)):
+        _backward(each, own, *batch)
+        own.step()
+    assert distance(weights(model), weights(again)) <= 1e-5
 
 
-@pytest.mark.ranks(3)
-def test_process_set_subset():
-    ranks = run_ranks(3, ["groups_of_ranks.process_set_subset"])
-    found = [rank["groups_of_ranks.process_set_subset"] for rank in ranks]
-    assert all(result["distance"] < 1e-5 for result in found)
-    assert found[0]["fingerprint"] == found[1]["fingerprint"] != found[2]["fingerprint"]
-    assert found[0]["stats"]["steps"] == 20 and found[2]["stats"] == {}
+def test_larger_batch_identity():
+    """Sending everything every T steps with m = 0 is one step on a T times larger batch at T times the rate."""
+    period, lr = 4, 0.01
+    model = smooth_model()
+    compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1, **UNROUNDED)
+    optimizer = _wrapped(model, compression, lambda model: torch.optim.SGD(model.parameters(), lr=lr))
+    engines = session(optimizer).exchange.engines
 
+    def send_every_period(step: int) -> None:
+        for engine in engines:
+            engine.config = engine.config.replace(threshold=2e-38 if step % period == period - 1 else 1e30)
 
-@pytest.mark.slow
-@pytest.mark.ranks(3)
-def test_overlapping_process_sets():
-    ranks = run_ranks(3, ["behaviour.overlapping_process_sets"])
-    assert len({rank["behaviour.overlapping_process_sets"]["fingerprint"] for rank in ranks}) == 1
+    train(model, optimizer, 5 * period, before_backward=send_every_period)
 
-
-def test_exchange_starts_before_backward_ends(tmp_path):
-    timeline = tmp_path / "timeline.json"
-    metrics = tmp_path / "metrics.jsonl"
-    flags, given = ("--timeline-filename", str(timeline)), {"DGC_METRICS_FILE": str(metrics)}
-    run_ranks(2, ["groups_of_ranks.overlap"], launcher_flags=flags, environment=given)
-    check_metrics_file(metrics, "dgc")
-    text = timeline.read_text().rstrip().rstrip(",")
-    events = json.loads(text if text.endswith("]") else text + "]")
-    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
-    started: dict[str, list[int]] = {}
-    for event in events:
-        if event.get("ph") == "B" and str(event.get("name", "")).startswith("NEGOTIATE_"):
-            started.setdefault(names[event["pid"]].removesuffix(".packets").rsplit(".", 1)[-1], []).append(event["ts"])
-    steps = min(len(times) for times in started.values())
-    assert steps >= 1, "the timeline holds no whole step"
-    for step in range(steps):
-        buckets_before = sum(started[f"bucket{i}"][step] < started["backward_ended"][step] for i in range(8))
-        assert buckets_before >= 6, f"step {step}: only {buckets_before} of 8 buckets started during backward"
+    larger = smooth_model()
+    stock = hvd.DistributedOptimizer(torch.optim.SGD(larger.parameters(), lr=period * lr), larger.named_parameters())
+    data = list(batches(5 * period, hvd.rank()))
+    for first in range(0, len(data), period):
+        _backward(larger, stock, *(torch.cat(parts) for parts in zip(*data[first : first + period], strict=True)))
+        stock.step()
+    assert distance(weights(larger), weights(model)) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_sub_communicator_through_mpi4py():
-    pytest.importorskip("mpi4py", reason="extra [mpi] is not installed")
-    ranks = run_ranks(3, ["groups_of_ranks.sub_communicator"], "mpi")
-    inside = [rank["groups_of_ranks.sub_communicator"] for rank in ranks]
-    assert [result["inside"] for result in inside] == [True, True, False]
-    for result in inside[:2]:
-        assert result["size"] == 2
-        assert all(result[key] for key in ("u", "v", "update", "packets", "replicas")), result
+@pytest.mark.on_ranks(2, controller="mpi")
+def test_all_over_mpi():
+    call_each(
+        test_hand_computed_steps, test_few_calls_lie_between_a_hook_and_c, test_loss_scaling, test_clipping,
+        test_gradients_that_are_changed_too_late_are_told, test_epoch_is_observed, test_synchronize_twice_is_once,
+        test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing,
+        test_step_hooks_see_the_whole_step_once, test_rank_zero_alone_resumes_from_a_stock_checkpoint,
+        test_larger_batch_identity,
+    )  # fmt: skip
+
+
+@pytest.mark.on_ranks(1)
+def test_single_process_is_the_same_mathematics():
+    """Density 1 is plain torch SGD, a low density trains with momentum, nothing is communicated."""
+    model, plain, low = smooth_model(), smooth_model(), smooth_model()
+    optimizer = _wrapped(model, _everything())
+    train(model, optimizer, 20)
+    train(plain, momentum_sgd(plain), 20)
+    assert hvd.size() == 1 and optimizer.compression_stats()["bytes_received"] == 0
+    assert distance(weights(plain), weights(model)) < 1e-6
+    losses = train(low, _wrapped(low, Compression.dgc(0.05), _slow_sgd), 60)
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+@pytest.mark.on_ranks(1)
+def test_adam_adds_weight_decay_to_gradients_that_are_clipped_before():
+    ends = []
+    for compresses in (False, True):
+        model = smooth_model()
+        optimizer: Any = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=0.1)
+        if compresses:
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), _everything(clip_norm=0.3))
+        for x, y in batches(20, 0):
+            _backward(model, optimizer, x, y)
+            if not compresses:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+        ends.append(weights(model))
+    assert distance(*ends) < 1e-5

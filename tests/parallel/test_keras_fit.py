@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-from tests.helpers.ranks import run_ranks
+import horovod.tensorflow as hvd
+import tensorflow as tf
 
-pytestmark = pytest.mark.parallel
-CASES = ["replicas", "density_one_is_dense"]
-OPTIONS = ["dense_options", "own_loops", "dense_is_one_process"]
-SAME = 1e-5
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("gloo", 2),
-        pytest.param(("gloo", 3), marks=pytest.mark.slow),
-        pytest.param(("mpi", 2), marks=[pytest.mark.mpi, pytest.mark.slow]),  # Keras over MPI: test_keras_messages.py
-    ],
-    ids=str,
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.testing.tensorflow import session
+from tests.helpers.keras_training import (
+    BATCH,
+    alone,
+    distance,
+    everything,
+    fingerprint,
+    fit,
+    fitted,
+    gradients_of,
+    keras,
+    momentum_sgd,
+    shard,
+    smooth_model,
 )
-def ranks(request):
-    controller, workers = request.param
-    return run_ranks(workers, [f"keras_fit.{case}" for case in CASES], controller)
+from tests.helpers.on_ranks import same_on_ranks
+
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+on_more_ranks = pytest.mark.parametrize(
+    ("controller", "workers"),
+    [
+        ("gloo", 2),
+        pytest.param("gloo", 3, marks=pytest.mark.slow),
+        pytest.param("mpi", 2, marks=[pytest.mark.mpi, pytest.mark.slow]),  # Keras over MPI: test_keras_messages.py
+    ],
+)
+SAME = 1e-5
+CHOICES = {
+    "none": Compression.none,
+    "fp16": Compression.fp16,
+    "dgc": Compression.dgc(0.05),
+    "gaussian": Compression.gaussian(0.05),
+    "dgc, warm-up": Compression.dgc(0.01, warmup=WarmupSchedule(steps=12)),
+    "dgc, clipped, per tensor": Compression.dgc(0.05, clip_norm=0.5, scope="tensor"),
+}
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_ranks(2, [f"keras_fit.{case}" for case in OPTIONS])
-
-
-def test_replicas_are_bit_identical(ranks):
-    for name in ranks[0]["keras_fit.replicas"]:
-        assert len({found["keras_fit.replicas"][name]["weights"] for found in ranks}) == 1, name
-
-
-def test_what_is_sent(ranks):
-    stats = {name: row["stats"] for name, row in ranks[0]["keras_fit.replicas"].items()}
+@on_more_ranks
+def test_replicas_are_bit_identical(controller, workers):
+    """And what each choice sends."""
+    stats = {}
+    for name, compression in CHOICES.items():
+        model = fitted(momentum_sgd(), compression)
+        same_on_ranks(fingerprint(model))
+        stats[name] = model.optimizer.compression_stats()
     assert stats["none"]["bytes_sent"] == stats["none"]["bytes_dense"] == 2 * stats["fp16"]["bytes_sent"]
     for name in ("dgc", "gaussian"):
         assert 0.03 < stats[name]["selected"] / stats[name]["elements"] < 0.06
@@ -47,45 +66,121 @@ def test_what_is_sent(ranks):
     assert stats["dgc, warm-up"]["selected"] > 2 * 0.01 * stats["dgc, warm-up"]["elements"]
 
 
+@functools.cache
+def _one_process() -> Any:
+    return alone(momentum_sgd())
+
+
+@on_more_ranks
+def test_density_one_is_dense(controller, workers):
+    """No masking, fp32, constant learning rate: SGD is dense SGD."""
+    wrong = distance(_one_process(), fitted(momentum_sgd(), Compression.dgc(0.05)))
+    assert wrong > 1e-3, "a compressed run equals a dense one: it was silently dense"
+    for options in ({}, {"nesterov": True, "weight_decay": 1e-2}):
+        dense = alone(momentum_sgd(**options)) if options else _one_process()
+        assert distance(dense, fitted(momentum_sgd(**options), everything())) <= SAME, options
+
+
+def _adam(**options: Any) -> Any:
+    return keras.optimizers.Adam(3e-3, **options)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": momentum_sgd,
+    "adam": _adam,
+    "sgd, nesterov, decay": lambda: momentum_sgd(nesterov=True, weight_decay=1e-2),
+    "adamw, schedule": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(3e-3, 10, 0.5)),
+    "rmsprop, global_clipnorm": lambda: keras.optimizers.RMSprop(1e-3, global_clipnorm=0.5),
+    "sgd, clipnorm, ema": lambda: momentum_sgd(clipnorm=0.5, use_ema=True),
+    "adam, accumulation": lambda: _adam(gradient_accumulation_steps=2),
+}
+
+
 @pytest.mark.slow
-def test_dense_is_one_process_with_the_whole_batch(two):
-    found = dict(two[0]["keras_fit.dense_is_one_process"])
-    assert 0 < found.pop("fp16") < 2e-3
-    assert {name: value for name, value in found.items() if not value <= SAME} == {}
-
-
-def test_density_one_is_dense(ranks):
-    found = dict(ranks[0]["keras_fit.density_one_is_dense"])
-    assert found.pop("wrong on purpose") > 1e-3, "a compressed run equals a dense one: it was silently dense"
-    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dense_is_one_process_with_the_whole_batch(name):
+    assert distance(alone(OPTIMIZERS[name]()), fitted(OPTIMIZERS[name](), Compression.none)) <= SAME
 
 
 @pytest.mark.slow
-def test_options_and_arguments(two):
-    _check_distances(two[0]["keras_fit.dense_options"])
+def test_fp16_is_nearly_so():
+    assert 0 < distance(_one_process(), fitted(momentum_sgd(), Compression.fp16)) < 2e-3
 
 
-def _check_distances(found):
-    assert {name: value for name, value in found.items() if not value <= SAME} == {}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "groups": {"groups": 2},
+    "sum": {"op": hvd.Sum},
+    "passes averaged": {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
+    "passes summed": {"backward_passes_per_step": 2},
+    "eager": {"compiled": {"run_eagerly": True}},
+    "steps_per_execution": {"compiled": {"steps_per_execution": 4}},
+}
 
 
 @pytest.mark.slow
-def test_own_loops_are_fit(two):
-    for name, row in two[0]["keras_fit.own_loops"].items():
-        assert row["distance"] <= 1e-3, name  # the loss is summed in another order
-        assert len({found["keras_fit.own_loops"][name]["weights"] for found in two}) == 1
+@pytest.mark.parametrize("way", ["dense", "density 1"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_options_and_arguments(name, way):
+    dense = alone(momentum_sgd(gradient_accumulation_steps=2)) if "passes" in name else _one_process()
+    summed = {"sum": hvd.size(), "passes summed": 2}.get(name, 1)
+    compression = Compression.none if way == "dense" else everything()
+    model = fitted(momentum_sgd(learning_rate=0.05 / summed), compression, **ARGUMENTS[name])
+    assert distance(dense, model) <= SAME
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of `everything` and of SGD
+    "many buckets": ({"bucket_bytes": 4096}, {}),
+    "gaussian": ({"rule": "gaussian"}, {}),
+    "no momentum correction": ({"momentum_correction": False}, {}),
+    "no momentum": ({}, {"momentum": 0.0}),
+    "ema": ({}, {"use_ema": True, "ema_overwrite_frequency": 3}),
+    "accumulation": ({}, {"gradient_accumulation_steps": 2}),
+}
 
 
 @pytest.mark.slow
-def test_density_one_with_options():
-    _check_distances(run_ranks(2, ["keras_fit.density_one_options"])[0]["keras_fit.density_one_options"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_density_one_with_options(name):
+    fields, options = OPTIONS[name]
+    dense = alone(momentum_sgd(**options)) if options else _one_process()
+    assert distance(dense, fitted(momentum_sgd(**options), everything(**fields))) <= SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_own_loops_are_fit(mode):
+    """A custom loop, in a tf.function that builds the optimizer and eagerly."""
+    by_fit = fitted(momentum_sgd(), Compression.dgc(0.05), epochs=1)
+    model, (x, y) = smooth_model(), shard(hvd.rank())
+    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
+
+    def step(a: Any, b: Any) -> None:
+        gradients = gradients_of(model, a, b)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    run = tf.function(step) if mode == "graph" else step
+    for start in range(0, len(x), BATCH):
+        run(tf.constant(x[start : start + BATCH]), tf.constant(y[start : start + BATCH]))
+    assert distance(by_fit, model) <= 1e-3  # the loss is summed in another order
+    same_on_ranks(fingerprint(model))
 
 
 @pytest.mark.slow
 def test_it_is_a_keras_optimizer():
-    two = run_ranks(2, ["keras_fit.kinds_of_optimizer"])
-    for found in (found["keras_fit.kinds_of_optimizer"] for found in two):
-        assert found["same class"] == ["SGD", "keras.src.optimizers.sgd", True]
-        assert found["config is kept"] and found["again"] == ["SGD", True, True] and found["again trains"]
-        for name in ("lion", "adafactor", "adam"):
-            assert found[name] == two[0]["keras_fit.kinds_of_optimizer"][name]
+    """For Keras: class, config, isinstance, dense Lion, names of ours."""
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    plain = keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, clipvalue=0.5)
+    wrapped = DistributedOptimizer(plain, compression=Compression.dgc(0.05), op=hvd.Sum)
+    assert (type(wrapped).__name__, type(wrapped).__module__) == ("SGD", "keras.src.optimizers.sgd")
+    assert isinstance(wrapped, keras.optimizers.SGD) and wrapped.get_config() == plain.get_config()
+    again = type(wrapped).from_config(wrapped.get_config())
+    model = fit(smooth_model(), again, epochs=1)
+    assert type(again).__name__ == "SGD" and session(again).settings.op == hvd.Sum
+    assert again.get_config() == plain.get_config() and model.optimizer.compression_stats()["selected"] > 0
+    for optimizer, compression in (
+        (keras.optimizers.Lion(1e-3), Compression.topk(0.05)),
+        (keras.optimizers.Adafactor(1e-3), Compression.none),
+        (keras.optimizers.AdamW(3e-3, weight_decay=1e-2), Compression.dgc(0.05)),
+    ):
+        same_on_ranks(fingerprint(fitted(optimizer, compression)))

@@ -1,0 +1,181 @@
+"""Tensors that are not contiguous fp32 on the device that Horovod serves."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import horovod.torch as hvd
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from dgc_horovod.errors import NotFinite
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer, horovod_carrier
+from tests.helpers.logs import messages
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.together import call_each
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+
+
+def _wrapped(model: nn.Module, **fields: Any) -> Any:
+    return DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05, **fields))
+
+
+def test_low_precision():
+    """A bfloat16 model: gradients are accumulated in fp32, p.grad comes back in its own dtype."""
+    model = smooth_model().bfloat16()
+    optimizer = _wrapped(model)
+    for x, y in batches(10, hvd.rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
+        optimizer.step()
+    arrays = session(optimizer).exchange.state_arrays()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
+    assert {str(a.dtype) for d in arrays.values() for a in d.values()} == {"float32"}
+    same_on_ranks(fingerprint(model.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_follows_its_shadow_in_fp32(dtype):
+    """u and v equal those computed in fp32 from the low-precision gradients, bit for bit, wherever nothing was sent."""
+    w = nn.Parameter(torch.zeros(40, 50, dtype=dtype))
+    sgd = torch.optim.SGD([w], lr=1e-3, momentum=0.9)
+    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(0.01, **UNROUNDED))
+    u = v = torch.zeros(w.numel())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(8):
+        optimizer.zero_grad()
+        (w * torch.randn(40, 50, generator=generator).to(dtype)).sum().backward()
+        u = u * 0.9 + w.grad.flatten().float()
+        v = v + u
+        optimizer.step()
+        arrays = {name: torch.from_numpy(a) for name, a in session(optimizer).exchange.state_arrays()["w"].items()}
+        kept = arrays["v"] != 0
+        assert (arrays["v"][kept] == v[kept]).all() and (arrays["u"][kept] == u[kept]).all()
+        assert int((~kept).sum()) == 20
+        u, v = u * kept, v * kept
+
+
+def test_a_model_that_is_cast_after_wrapping():
+    """The hooks still fire, the replicas stay equal."""
+    model = smooth_model()
+    optimizer = _wrapped(model)
+    model.double()
+    for x, y in batches(5, hvd.rank()):
+        optimizer.zero_grad()
+        F.mse_loss(model(x.double()), y.double()).backward()
+        assert session(optimizer).under_way > 0, "the hooks no longer fire"
+        optimizer.step()
+    same_on_ranks(fingerprint(model))
+
+
+def test_channels_last():
+    """Convolution weights, dense path and compressed, with a clip that acts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
+    optimizer = _wrapped(model, clip_norm=1e-3, min_numel=1000)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        model(x.to(memory_format=torch.channels_last)).pow(2).sum().backward()
+        optimizer.step()
+    same_on_ranks(fingerprint(model))
+
+
+@pytest.mark.parametrize("way", ["script", "elements", "clip_norm", "auto"])
+def test_gradients_in_float64_are_clipped(way):
+    """As those in fp32. torch has no norm of them in fp32: an error at the next step."""
+    ends = []
+    given = {"clip_norm": 0.5} if way in ("clip_norm", "auto") else {}
+    for dtype in (torch.float32, torch.float64):
+        model = smooth_model().to(dtype)
+        compression = Compression.auto(**given) if way == "auto" else Compression.dgc(0.1, min_numel=64, **given)
+        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
+        for x, y in batches(4, hvd.rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
+            optimizer.synchronize()
+            if way == "script":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            elif way == "elements":
+                nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        ends.append(weights(model).double())
+    assert distance(*ends) < 1e-3
+    same_on_ranks(float(ends[1].sum()))
+
+
+class _Half:
+    """fp16 weights, and steps whose gradients are all alike."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.w = nn.Parameter(torch.zeros(40, 50, dtype=torch.float16))
+        sgd = torch.optim.SGD([self.w], lr=1e-6)
+        self.optimizer = DistributedOptimizer(sgd, [("w", self.w)], Compression.topk(0.01, **fields))
+
+    def moves(self, gradient: float) -> bool:
+        """Whether a step has changed weights."""
+        self.optimizer.zero_grad()
+        before = self.w.detach().clone()
+        (self.w * gradient).sum().backward()
+        self.optimizer.step()
+        return bool((self.w != before).any())
+
+
+def test_half_precision_overflow_is_skipped():
+    """Every gradient is finite, and an update is not: sent again at every step, it stopped training."""
+    run = _Half()
+    with messages() as texts:
+        moved = [run.moves(6e3 if step < 30 else 6e2) for step in range(40)]
+    assert not all(moved[:30]) and all(moved[-10:])
+    exchange = session(run.optimizer).exchange
+    assert run.w.isfinite().all() and torch.from_numpy(exchange.state_arrays()["w"]["v"]).isfinite().all()
+    assert run.optimizer.compression_stats()["skipped"] == moved.count(False)
+    assert {where for _, where in exchange.counts.skips} == {"no rank: an update was too large"}
+    same_on_ranks(moved, float(run.w.detach().double().sum()))
+    said = [text for text in texts if "large" in text or "finite" in text]
+    assert len(said) == (hvd.rank() == 0)
+    assert all("an update was too large" in text and "a gradient was not finite" not in text for text in said)
+
+
+def test_half_precision_overflow_stops_a_job_that_is_to_stop():
+    run = _Half(on_nonfinite="stop")
+    with pytest.raises(NotFinite, match="an update was too large for its parameter's dtype"):
+        for _ in range(30):
+            run.moves(6e3)
+
+
+def test_tensors_that_horovod_cannot_take_go_through_host_memory():
+    """A Horovod without CUDA ends the process when it is given a CUDA tensor."""
+    ends = []
+    for by_host in (False, True):
+        model = smooth_model()
+        optimizer = _wrapped(model, dense_values="fp32", check_every=1, on_mismatch="broadcast")
+        with mock.patch.object(horovod_carrier, "needs_host", return_value=by_host) as needs_host:
+            train(model, optimizer, 3)
+            if hvd.rank() == 1:  # the others' weights come back by broadcasts
+                with torch.no_grad():
+                    model[0].bias += 1
+            train(model, optimizer, 3)
+        ends.append(fingerprint(model))
+    assert needs_host.call_count > 12, "gradients and broadcasts go this way"
+    assert ends[0] == ends[1]
+    same_on_ranks(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.on_ranks(2, controller="mpi")
+def test_all_over_mpi():
+    call_each(
+        test_low_precision, test_low_precision_follows_its_shadow_in_fp32, test_a_model_that_is_cast_after_wrapping,
+        test_channels_last, test_gradients_in_float64_are_clipped, test_half_precision_overflow_is_skipped,
+        test_half_precision_overflow_stops_a_job_that_is_to_stop,
+        test_tensors_that_horovod_cannot_take_go_through_host_memory,
+    )  # fmt: skip
