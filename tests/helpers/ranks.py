@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.launchers import built_controllers
 from tests.helpers.on_ranks import on_ranks
 
-__all__ = ["built_controllers", "check_metrics_file", "run_ranks", "run_torch_ranks"]
+__all__ = ["built_controllers", "run_ranks", "run_torch_ranks"]
 
 
 def run_ranks(workers: int, cases: list[str], controller: str = "gloo", timeout: float = 240, **others: Any) -> Any:
@@ -42,11 +42,3 @@ def returned(cases: list[str]) -> dict[str, Any]:
         module, function = case.split(".")
         found[case] = getattr(importlib.import_module(f"tests.parallel.cases.{module}"), function)()
     return json.loads(json.dumps(found))
-
-
-def check_metrics_file(path: Path, method: str) -> None:
-    """What ``DGC_METRICS_FILE`` has made of a run whose tests compress without `dgcrun`: rank 0's records alone."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["final"] for record in records] == [False] * (len(records) - 1) + [True]
-    last = records[-1]
-    assert last["method"] == method and last["steps"] > 0 and 0 < last["selected"] <= last["elements"]

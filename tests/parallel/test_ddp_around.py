@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.ranks import check_metrics_file
+from tests.helpers.metrics_file import check_metrics_file
 from tests.helpers.torch_ranks import run_torch_ranks
 
 pytestmark = pytest.mark.parallel

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-from tests.helpers.ranks import check_metrics_file, run_ranks
+from tests.helpers.metrics_file import check_metrics_file
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 REFUSED = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -97,7 +99,9 @@ def test_torch_distributed_with_a_rank_that_never_connects():
 
 @pytest.mark.ranks(2, "ddp")
 def test_torch_distributed_when_a_rank_has_ended():
-    code, log = run([*torchrun(2), "-m", "tests.helpers.torch_rank_main", ".", "ddp_transports.says_that_one_is_gone"])
+    program = "import torch.distributed as dist; dist.init_process_group('gloo')\n"
+    program += "from tests.parallel.cases.ddp_transports import says_that_one_is_gone; says_that_one_is_gone()"
+    code, log = run([*torchrun(2), "--no-python", sys.executable, "-c", program])
     assert code and "rank 1 of 2: dgc.gone.gathered has failed, as another rank has ended" in log
 
 
