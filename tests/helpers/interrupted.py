@@ -1,0 +1,72 @@
+"""Runs on real ranks of Horovod that stop in the middle and go on from what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dgc_horovod import WarmupSchedule
+from dgc_horovod.testing.torch import kept_by
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.training import batches, momentum_sgd, smooth_model
+
+STEPS, HALF = 24, 12
+SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
+COMPRESSIONS = {
+    "dgc, warm-up": Compression.dgc(**SMALL, warmup=WarmupSchedule(steps=15)),
+    "clipped, per tensor": Compression.dgc(**SMALL, clip_norm=0.5, scope="tensor"),
+    "gaussian, momentum correction": Compression.dgc(**SMALL, rule="gaussian"),
+    "sampled, 4bit": Compression.dgc(**SMALL, rule="sampled", values="4bit"),
+    "random": Compression.random(**SMALL),
+    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
+    "topk": Compression.topk(**SMALL),
+}
+
+
+def nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum and decay."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, at the rate that `train_between` has in the end."""
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+OPTIMIZERS = {"SGD": momentum_sgd, "Nesterov, decay": nesterov, "AdamW": adamw}
+
+
+def made(compression: Any, make: Any = momentum_sgd, **more: Any) -> tuple[nn.Module, Any]:
+    """A model and its distributed optimizer."""
+    model = smooth_model()
+    return model, DistributedOptimizer(make(model), model.named_parameters(), compression, **more)
+
+
+def train_between(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    """The steps from `first` to before `last` of a run."""
+    for step, (x, y) in enumerate(list(batches(last, hvd.rank()))[first:], first):
+        for group in optimizer.param_groups if "betas" in optimizer.defaults else ():
+            group["lr"] = 0.003 * min(1.0, (step + 1) / STEPS)  # a warm-up, in which residuals fade
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def kept_as_text(optimizer: Any) -> str:
+    """All bits that a rank has kept."""
+    return str({n: {part: x.tobytes() for part, x in a.items()} for n, a in kept_by(optimizer).tensors.items()})
+
+
+def handed_over(model: nn.Module, optimizer: Any, wrap: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+    """Another model and its optimizer, made by `wrap`, with all that these have: as after a restart."""
+    other = smooth_model(1)
+    other.load_state_dict(model.state_dict())
+    successor = wrap(other)
+    successor.load_state_dict(optimizer.state_dict())
+    successor.load_residual_state_dict(optimizer.residual_state_dict())
+    return other, successor
