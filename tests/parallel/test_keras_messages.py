@@ -2,108 +2,272 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-from tests.helpers.metrics_file import check_metrics_file
-from tests.helpers.ranks import run_ranks
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as stock
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import join as stock_join
 
-pytestmark = pytest.mark.parallel
-REFUSED = {
-    "twice": "already a DistributedOptimizer",
-    "not called": "Compression.dgc(density=0.001)",
-    "adasum": "op must be hvd.Average or hvd.Sum",
-    "predivide": "goes with op=hvd.Average only",
-    "passes": "backward_passes_per_step must be a whole number >= 1, got 0",
-    "passes twice": "leave backward_passes_per_step at 1",
-    "amsgrad": "use amsgrad=False",
-    "xla": "pass jit_compile=False",
-    "scaler outside": "DistributedOptimizer(LossScaleOptimizer(optimizer))",
-    "positional": "pass the compression as compression=...",
-    "torch's": "import Compression from dgc_horovod.tensorflow",
-    "horovod's": "wrap the Keras optimizer itself",
-    "tape twice": "already a DistributedGradientTape",
-    "string": "must be a Keras 3 optimizer",
+from dgc_horovod import DGCConfig
+from dgc_horovod.compression import ConfiguredCompressor
+from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow import DistributedOptimizer as TensorFlowOptimizer
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import (
+    fingerprint,
+    fit,
+    fitted,
+    gradients_of,
+    keras,
+    momentum_sgd,
+    shard,
+    smooth_model,
+)
+from tests.helpers.logs import messages
+from tests.helpers.metrics_file import check_metrics_file
+from tests.helpers.on_ranks import on_ranks, same_on_ranks
+
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+DGC = Compression.dgc(0.05)
+
+
+def _variable(value: float = 1.0) -> Any:
+    return keras.Variable(tf.fill((40, 50), value))
+
+
+def _sgd(compression: Any = DGC) -> Any:
+    return DistributedOptimizer(momentum_sgd(), compression=compression)
+
+
+def _in_xla() -> None:
+    tf.function(lambda: _sgd().apply([tf.ones((40, 50))], [_variable()]), jit_compile=True)()
+
+
+def _scaler_outside() -> None:
+    keras.optimizers.LossScaleOptimizer(_sgd()).apply([tf.ones((40, 50))], [_variable()])
+
+
+class _Torchs(ConfiguredCompressor):
+    framework = "torch"
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "already a DistributedOptimizer": lambda: DistributedOptimizer(_sgd(), compression=DGC),
+    "Compression.dgc(density=0.001)": lambda: _sgd(Compression.dgc),
+    "op must be hvd.Average or hvd.Sum": lambda: DistributedOptimizer(momentum_sgd(), op=hvd.Adasum),
+    "goes with op=hvd.Average only": lambda: DistributedOptimizer(
+        momentum_sgd(), op=hvd.Sum, gradient_predivide_factor=2.0
+    ),
+    "backward_passes_per_step must be a whole number >= 1, got 0": lambda: DistributedOptimizer(
+        momentum_sgd(), backward_passes_per_step=0
+    ),
+    "leave backward_passes_per_step at 1": lambda: DistributedOptimizer(
+        momentum_sgd(gradient_accumulation_steps=2), backward_passes_per_step=2
+    ),
+    "use amsgrad=False": lambda: DistributedOptimizer(keras.optimizers.Adam(amsgrad=True), compression=DGC),
+    "pass jit_compile=False": _in_xla,
+    "DistributedOptimizer(LossScaleOptimizer(optimizer))": _scaler_outside,
+    "pass the compression as compression=...": lambda: TensorFlowOptimizer(momentum_sgd(), DGC),
+    "import Compression from dgc_horovod.tensorflow": lambda: _sgd(_Torchs(DGCConfig())),
+    "wrap the Keras optimizer itself": lambda: DistributedOptimizer(stock.DistributedOptimizer(momentum_sgd())),
+    "already a DistributedGradientTape": lambda: DistributedGradientTape(DistributedGradientTape(tf.GradientTape())),
+    "must be a Keras 3 optimizer": lambda: DistributedOptimizer("sgd"),
 }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(
-        2, [f"keras_messages.{case}" for case in ("refused", "disagreement", "other_epochs", "spoilt_weights")]
-    )
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_is_refused(told):
+    assert told in error_of(REFUSED[told])
 
 
-def test_what_is_refused(ranks):
-    for found in (found["keras_messages.refused"] for found in ranks):
-        assert found.keys() == REFUSED.keys()
-        for name, text in REFUSED.items():
-            assert text in found[name], f"{name}: {found[name]}"
+def _disagreeing(what: str) -> str:
+    """What is told where the ranks have other densities, choices, models, optimizers."""
+    first = hvd.rank() == 0
+    if what == "tape":
+        compression = Compression.topk(0.05 if first else 0.1)
+        x, y = shard(hvd.rank())
+        return error_of(
+            lambda: gradients_of(smooth_model(), x, y, lambda t: DistributedGradientTape(t, compression=compression))
+        )
+    if what == "optimizer":
+        given = keras.optimizers.Adagrad() if first else keras.optimizers.RMSprop()
+        return error_of(lambda: fitted(given, Compression.topk(0.05)))
+    compression = {
+        "density": DGC if first else Compression.dgc(0.1),
+        "choice": DGC if first else Compression.none,
+        "fp16": Compression.fp16 if first else Compression.none,
+        "model": Compression.none,
+    }[what]
+    wide = what == "model" and not first
+    model = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(1)]) if wide else smooth_model()
+    return error_of(lambda: fit(model, _sgd(compression), 1))
 
 
-def test_ranks_that_disagree_hear_the_same(ranks):
-    first, second = (found["keras_messages.disagreement"] for found in ranks)
-    assert first == second
-    assert "RankMismatch" in first["density"] and "rank 0 has density=0.05, rank 1 has density=0.1" in first["density"]
-    assert "compression: rank 0 has DGCConfig, rank 1 has NoneCompressor" in first["choice"]
-    assert "rank 0 has FP16Compressor, rank 1 has NoneCompressor" in first["fp16"]
-    assert "variable count: rank 0 has 8, rank 1 has 2" in first["model"]
-    assert "density=0.05, rank 1 has density=0.1" in first["tape"]
-    assert "optimizer: rank 0 has Adagrad, rank 1 has RMSprop" in first["optimizer"]
-    assert "refused: rank 0 has the metrics file" in first["metrics"] and "rank 1 has nothing" in first["metrics"]
+@pytest.mark.parametrize(
+    ("what", "told"),
+    {
+        "density": "RankMismatch.*rank 0 has density=0.05, rank 1 has density=0.1",
+        "choice": "compression: rank 0 has DGCConfig, rank 1 has NoneCompressor",
+        "fp16": "rank 0 has FP16Compressor, rank 1 has NoneCompressor",
+        "model": "variable count: rank 0 has 8, rank 1 has 2",
+        "tape": "density=0.05, rank 1 has density=0.1",
+        "optimizer": "optimizer: rank 0 has Adagrad, rank 1 has RMSprop",
+    }.items(),
+)
+def test_ranks_that_disagree_hear_the_same(what, told):
+    error = _disagreeing(what)
+    assert re.search(told, error, re.DOTALL)
+    same_on_ranks(error)
 
 
-def test_ranks_in_other_epochs_hear_it(ranks):
-    for mode in ("eager", "graph"):
-        for found in ranks:
-            assert "check that every rank sets the same epoch" in found["keras_messages.other_epochs"][mode]
+def test_a_metrics_file_that_cannot_be_written_is_told_to_all():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DGC_METRICS_FILE", f"{os.devnull}/metrics.jsonl")
+        error = error_of(lambda: fitted(momentum_sgd(), DGC, epochs=1))
+    assert "refused: rank 0 has the metrics file" in error and "rank 1 has nothing" in error
+    afterwards = fingerprint(fitted(momentum_sgd(), DGC, epochs=1))
+    same_on_ranks(error, afterwards)
 
 
-def test_weights_that_are_not_finite_are_named(ranks):
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_ranks_in_other_epochs_hear_it(mode):
+    """The packets differ in length or step."""
+    variable, warmup = _variable(), WarmupSchedule(epochs=4, first_density=0.04)
+    optimizer = _sgd(Compression.dgc(0.001, warmup=warmup, min_numel=1))
+    optimizer.set_epoch(2 * hvd.rank())
+
+    def apply(gradient: Any) -> None:
+        optimizer.apply([gradient], [variable])
+
+    run = tf.function(apply) if mode == "graph" else apply
+    gradient = tf.constant(np.random.default_rng(0).standard_normal((40, 50)), tf.float32)
+    assert "check that every rank sets the same epoch" in error_of(lambda: run(gradient))
+
+
+class _MyAdafactor(keras.optimizers.Adafactor):
+    """One of whose arithmetic nothing is known."""
+
+    def update_step(self, *arguments: Any) -> None:
+        super().update_step(*arguments)
+
+
+def _three_steps(plain: Any, compression: Any, spoilt: bool = False) -> str:
+    """Its error, or what is said of weights."""
+    model, (x, y) = smooth_model(), shard(hvd.rank())
+    if spoilt:
+        model.layers[1].kernel.assign(model.layers[1].kernel * np.nan)
+    optimizer = DistributedOptimizer(plain, compression=compression)
+
+    def steps() -> None:
+        for _ in range(3):
+            optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+
+    with messages() as said:
+        error = error_of(steps)
+    return error or "; ".join(text for text in said if "weights" in text or "stays" in text)
+
+
+def test_weights_that_are_not_finite_are_named():
     """Gradients were blamed, and every step was skipped to the end."""
-    first, second = (found["keras_messages.spoilt_weights"] for found in ranks)
-    for found in (first, second):
-        assert re.match(r"NotFinite: step 0: _MyAdafactor has made the weights of '\S*/kernel' that are", found["made"])
-        assert re.match(r"NotFinite: step 0: the weights of '\S*/kernel' are not finite, and so gr", found["had"])
-        assert re.search(r"the weights of '\S*/kernel' are not finite on rank \d, and so gradients", found["local"])
-        assert "finite on the weights" not in found["local"]
-        assert found["refused"].startswith("UnsupportedUse: Adafactor of Keras divides by")
-        assert not found["sent whole"] and not found["steps alone"]
-    assert re.search(r"step 0: the weights of '\S*/kernel' are not finite, and so gradients are not", first["told"])
-    assert re.search(r"step 0: the weights of 'Variable\S*' are not finite, and so gradients are not", first["tape"])
-    assert "stock Horovod stays" in first["chosen"] and "Adafactor" in first["chosen"]
+    made = _three_steps(_MyAdafactor(0.01), DGC)
+    assert re.match(r"NotFinite: step 0: _MyAdafactor has made the weights of '\S*/kernel' that are", made)
+    had = _three_steps(momentum_sgd(), Compression.dgc(0.05, on_nonfinite="stop"), spoilt=True)
+    assert re.match(r"NotFinite: step 0: the weights of '\S*/kernel' are not finite, and so gr", had)
+    local = _three_steps(momentum_sgd(), Compression.local(2), spoilt=True)
+    assert re.search(r"the weights of '\S*/kernel' are not finite on rank \d, and so gradients", local)
+    assert "finite on the weights" not in local
+    told = _three_steps(momentum_sgd(), DGC, spoilt=True)
+    variable = tf.Variable(tf.fill((40, 50), np.nan))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable**2)
+    with messages() as said:
+        DistributedGradientTape(tape, compression=Compression.topk(0.05)).gradient(loss, [variable])
+    of_tape = "; ".join(text for text in said if "weights" in text)
+    if hvd.rank() == 0:
+        assert re.search(r"step 0: the weights of '\S*/kernel' are not finite, and so gradients are not", told)
+        assert re.search(r"step 0: the weights of 'Variable\S*' are not finite, and so gradients are not", of_tape)
+
+
+def test_adafactor_of_keras():
+    """It is refused where it would make such weights."""
+
+    def told(compression: Any) -> str:
+        return _three_steps(keras.optimizers.Adafactor(0.01), compression)
+
+    assert told(Compression.topk(0.05)).startswith("UnsupportedUse: Adafactor of Keras divides by")
+    assert not told(Compression.dgc(1.0)) and not told(Compression.local(2))
+    chosen = told(Compression.auto())
+    assert hvd.rank() or ("stock Horovod stays" in chosen and "Adafactor" in chosen)
+
+
+def stats_in_a_set() -> dict[str, float]:
+    """In a set that holds rank 0 only: rank 1 trains by itself."""
+    only = hvd.ProcessSet([0])
+    hvd.init(process_sets=[only])
+    model = fitted(momentum_sgd(), DGC, epochs=1, process_set=only)
+    hvd.allreduce(tf.zeros(1), name="all_done")  # a rank that leaves early takes the process sets with it
+    return model.optimizer.compression_stats()
 
 
 @pytest.mark.slow
+@pytest.mark.on_ranks(0)
 def test_a_set_of_ranks(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    ranks = run_ranks(2, ["keras_messages.process_sets"], environment={"DGC_METRICS_FILE": str(metrics)}, fresh=True)
+    first, second = on_ranks(stats_in_a_set, environment={"DGC_METRICS_FILE": str(metrics)}, fresh=True)
     check_metrics_file(metrics, "dgc")
-    first, second = (found["keras_messages.process_sets"] for found in ranks)
     assert first["selected"] > 0 and first["steps"] == 8
     looked_at = {"gradient_norm", "residual_norm", "residual_ratio", "staleness_mean", "staleness_99"}  # of a step
     assert second.keys() == first.keys() - looked_at and not any(second.values())
 
 
 @pytest.mark.slow
+@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "3"}, fresh=True)
 def test_a_rank_that_stays_away():
-    first, second = run_ranks(2, ["keras_messages.missing_rank"], environment={"DGC_TIMEOUT": "3"}, fresh=True)
-    first, second = first["keras_messages.missing_rank"], second["keras_messages.missing_rank"]
-    assert first["said"].startswith("CollectiveTimeout: rank 0 of 2 waited 3 s") and first["seconds"] < 7
-    assert "Horovod has" in second["said"] and second["seconds"] < 15
+    """Rank 0 is told after DGC_TIMEOUT, and rank 1 at its next step."""
+    hvd.init()
+    variable, optimizer, ones = _variable(), _sgd(), tf.ones((40, 50))
+    optimizer.apply([ones], [variable])
+    start = time.monotonic()
+    if hvd.rank() == 1:
+        time.sleep(8)
+    said = error_of(lambda: optimizer.apply([ones], [variable]))
+    seconds = time.monotonic() - start
+    if hvd.rank() == 0:
+        assert said.startswith("CollectiveTimeout: rank 0 of 2 waited 3 s") and seconds < 7
+    else:
+        assert "Horovod has" in said and seconds < 15
 
 
-@pytest.mark.ranks(2, last=1)
+@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "5"}, last=1)
 def test_uneven_data_with_join():
     """Horovod's background loop had ended with "unordered_map::at"."""
-    first, second = run_ranks(2, ["keras_messages.join"], environment={"DGC_TIMEOUT": "5"}, last=True)
-    first, second = first["keras_messages.join"], second["keras_messages.join"]
-    assert first["last, none"] == second["last, none"] == 1 and first["last, dgc"] == second["last, dgc"]
-    assert "UnsupportedUse: hvd.join(): another rank did not call it" in first["said"] and first["seconds"] < 15
-    assert "give every rank the same number of steps" in first["said"] and "or use compression none" in first["said"]
-    expected = ("has fewer steps", "is in hvd.join()", "Horovod has")  # whichever rank's time is over first
-    assert any(words in second["said"] for words in expected), second["said"]
-    assert second["seconds"] < 15
+    ones = tf.ones((40, 50))
+    for name, compression in {"none": Compression.none, "dgc": DGC}.items():
+        variable, optimizer = _variable(), _sgd(compression)
+        # uneven data are Horovod's own where nothing is compressed, and no compressed optimizer has been used
+        for _ in range(2 if name == "dgc" else 2 + hvd.rank()):
+            optimizer.apply([ones], [variable])
+        last = int(hvd.join())
+        assert name == "dgc" or last == 1
+        same_on_ranks(last)
+    start = time.monotonic()
+    if hvd.rank() == 0:
+        said = error_of(stock_join)
+        assert "UnsupportedUse: hvd.join(): another rank did not call it" in said
+        assert "give every rank the same number of steps" in said and "or use compression none" in said
+    else:
+        said = error_of(lambda: optimizer.apply([ones], [variable]))
+        expected = ("has fewer steps", "is in hvd.join()", "Horovod has")  # whichever rank's time is over first
+        assert any(words in said for words in expected), said
+    assert time.monotonic() - start < 15
