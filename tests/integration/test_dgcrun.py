@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.helpers.jobs import ROOT, child_environment, kill_tree, run
-from tests.helpers.ranks import built_controllers
+from tests.helpers.launchers import built_controllers
 
 TORCH = [sys.executable, "examples/unmodified_torch.py", "--epochs", "3"]
 KERAS = [sys.executable, "examples/unmodified_keras.py", "--epochs", "2"]

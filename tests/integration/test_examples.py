@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.helpers.jobs import run
-from tests.helpers.torch_ranks import torchrun
+from tests.helpers.launchers import torchrun
 
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.jobs import ROOT, child_environment, kill_tree
-from tests.helpers.torch_ranks import torchrun
+from tests.helpers.launchers import torchrun
 
 pytestmark = pytest.mark.parallel
 TIMEOUT, LATER = 8, 10  # seconds: DGC_TIMEOUT, and what is promised beyond it

@@ -12,7 +12,7 @@ from dgc_horovod.tools.report import figures
 from dgc_horovod.tools.report.figures import Run, read
 from dgc_horovod.tools.report.page import LOOK, tiles
 from tests.helpers.jobs import Finished, run
-from tests.helpers.ranks import built_controllers
+from tests.helpers.launchers import built_controllers
 from tests.helpers.uneven_job import NAN_RANK, SLOW_RANK
 
 WORKERS = 3

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.helpers.jobs import run
-from tests.helpers.torch_ranks import torchrun
+from tests.helpers.launchers import torchrun
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 

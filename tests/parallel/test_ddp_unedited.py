@@ -12,7 +12,7 @@ import torch
 
 from dgc_horovod.launch.site import FOLDER
 from tests.helpers.jobs import ROOT, run
-from tests.helpers.torch_ranks import torchrun
+from tests.helpers.launchers import torchrun
 
 pytestmark = pytest.mark.parallel
 
