@@ -66,7 +66,7 @@ _DGC = Compression.dgc(**SMALL)
 def test_residuals_of_another_method_are_refused(before, now, make, words):
     model, optimizer = made(before)
     train_between(model, optimizer, 0, 4)
-    with pytest.raises(CheckpointError, match="^the residuals hold ") as refused:
+    with pytest.raises(CheckpointError, match=r"^the residuals hold ") as refused:
         made(now, make)[1].load_residual_state_dict(optimizer.residual_state_dict())
     assert ("flush()" in str(refused.value)) == (words is not None)
 
