@@ -17,7 +17,6 @@ import tensorflow as tf
 from dgc_horovod.tensorflow import Compression, DistributedOptimizer
 from dgc_horovod.testing.tensorflow import session
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, STEPS, gradients, looked_at
-from tests.helpers.fed_to_torch import with_torch
 from tests.helpers.keras_training import everything, keras, momentum_sgd, weights
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
 
@@ -55,6 +54,10 @@ def with_tensorflow(mode: str) -> dict[str, list[dict[str, str]]]:
 
 @functools.cache
 def _of_torch() -> list[Any]:
+    from tests.helpers.fed_to_torch import (
+        with_torch,
+    )  # not on ranks of Keras: Horovod has process sets of one framework
+
     return on_ranks(with_torch, 2, "torch")
 
 

@@ -51,7 +51,8 @@ def _sgd(compression: Any = DGC) -> Any:
 
 
 def _in_xla() -> None:
-    tf.function(lambda: _sgd().apply([tf.ones((40, 50))], [_variable()]), jit_compile=True)()
+    wrapped, variable = _sgd(), _variable()
+    tf.function(lambda gradient: wrapped.apply([gradient], [variable]), jit_compile=True)(tf.ones((40, 50)))
 
 
 def _scaler_outside() -> None:
@@ -167,9 +168,9 @@ def _three_steps(plain: Any, compression: Any, spoilt: bool = False) -> str:
     model, (x, y) = smooth_model(), shard(hvd.rank())
     if spoilt:
         model.layers[1].kernel.assign(model.layers[1].kernel * np.nan)
-    optimizer = DistributedOptimizer(plain, compression=compression)
 
     def steps() -> None:
+        optimizer = DistributedOptimizer(plain, compression=compression)
         for _ in range(3):
             optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
 
