@@ -24,17 +24,19 @@ ADAM_AFTER = (
     "this method gives Adam the exchanged update, which comes in bursts and costs quality; method dgc loses less "
     "(docs/tuning.md#adam-and-adamw)"
 )
-_FIND_THEIR_RATE = ("Prodigy", "DAdapt")  # classes of prodigyopt and dadaptation
 NO_RATE = (
     "{name} finds its learning rate from the gradients, and compressed gradients arrive in rare bursts: it MAY NOT "
     "LEARN AT ALL, as in our trials (docs/tuning.md#by-optimizer). Use SGD, Adam or AdamW with a learning rate, or "
     "compression none or fp16"
 )
-_NOT_WORTH_IT = ("Lion", "Muon")  # of torch, Keras and others
 LEARNS_LESS = (
-    "{name} learns much less from compressed gradients, with momentum or without, as in our trials "
+    "{name} learned less from compressed gradients in our trials, also at the best learning rate and without momentum "
     "(docs/tuning.md#by-optimizer). Use AdamW, or compression none or fp16"
 )
+_TRIED = {  # how the names of classes begin, of torch, Keras, prodigyopt, dadaptation and others
+    ("Prodigy", "DAdapt"): NO_RATE,
+    ("Lion", "Muon"): LEARNS_LESS,
+}
 MID_ROUND = (
     "the ranks' weights differ between two exchanges of local steps: call optimizer.exchange() on every rank first"
 )
@@ -75,10 +77,9 @@ def of_other(optimizer: type, corrects: bool) -> list[str]:
         corrects: whether momentum correction was asked for.
     """
     name = optimizer.__name__
-    if any(base.__name__.startswith(_FIND_THEIR_RATE) for base in optimizer.__mro__):
-        return [NO_RATE.format(name=name)]
-    if any(base.__name__.startswith(_NOT_WORTH_IT) for base in optimizer.__mro__):
-        return [LEARNS_LESS.format(name=name)]
+    for names, notice in _TRIED.items():
+        if any(base.__name__.startswith(names) for base in optimizer.__mro__):
+            return [notice.format(name=name)]
     if not corrects:
         return []
     runs = f"momentum correction supports SGD, Adam and AdamW; {name} runs with plain error feedback"
