@@ -109,7 +109,7 @@ def test_a_job_that_has_lost_residuals_goes_on_with_what_was_chosen(ranks):
 
 @pytest.mark.slow
 def test_workers_of_nodes_switch_alike():
-    ranks = run_ranks(4, ["auto.on_nodes"], timeout=240)
+    ranks = run_ranks(4, ["auto.on_nodes"], fresh=True)  # it declares process sets
     found = _found(ranks, "on_nodes")
     assert all(each["replicas"] == found[0]["replicas"] for each in found)
     assert len(set(found[0]["replicas"])) == len(found[0]["replicas"])

@@ -85,7 +85,7 @@ def _steps(model: Any, optimizer: Any, steps: int = 8) -> None:
 @pytest.mark.parametrize("make", [_tensordict_parameters, _tensordict_module, _ensemble])
 def test_parameters_of_tensordicts(make, tmp_path):
     """As with stock DDP at density 1; at density 0.02 a checkpoint is resumed bit for bit."""
-    pytest.importorskip("tensordict")
+    pytest.importorskip("tensordict", reason="tensordict is not installed")
     exact = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
     few = Compression.dgc(0.02, min_numel=64)
     (stock, _), (whole, _), (model, optimizer) = all_made = [made(given, inner=make()) for given in (None, exact, few)]

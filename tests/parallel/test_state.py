@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.interrupted import COMPRESSIONS, OPTIMIZERS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sealed import check_sealed
-from tests.parallel.cases.state import COMPRESSIONS, OPTIMIZERS
 
 pytestmark = pytest.mark.parallel
 

@@ -16,49 +16,12 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, MOST_TIMED, SETTLING, 
 from dgc_horovod.state.residual_state import EARLIER_FP16
 from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers.auto_modes import made, stock, train_clipped
 from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.interrupted import STEPS, adamw, nesterov
 from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, smooth_model, train, weights
 
-STEPS = 24
-_SMALL: dict[str, Any] = {"density": 0.05, "min_numel": 16}
-
-
-def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
-
-
-OPTIMIZERS = {"SGD": _nesterov, "AdamW": _adamw}
-
-
-def made(make: Any = _nesterov, mode: str | None = DENSE, **fields: Any) -> tuple[nn.Module, Any]:
-    """A model and its optimizer, whose exchange stays what it is until it is told; mode None: it chooses."""
-    hvd.init()
-    model = smooth_model()
-    compression = Compression.auto(**{**_SMALL, **fields})
-    optimizer = DistributedOptimizer(make(model), named_parameters=model.named_parameters(), compression=compression)
-    if mode is not None:
-        take(optimizer, mode)
-    return model, optimizer
-
-
-def stock(make: Any, clip: float | None = None) -> nn.Module:
-    """What stock Horovod makes of `STEPS` steps."""
-    hvd.init()
-    model = smooth_model()
-    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters())
-    for x, y in batches(STEPS, hvd.rank()):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.synchronize()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    return model
+OPTIMIZERS = {"SGD": nesterov, "AdamW": adamw}
 
 
 def channels_last() -> list[Any]:
@@ -70,7 +33,7 @@ def channels_last() -> list[Any]:
         layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 10)
         model = nn.Sequential(*layers).to(memory_format=layout)
         compression = Compression.auto(density=1.0, min_numel=16, values="fp32")
-        optimizer = DistributedOptimizer(_nesterov(model), model.named_parameters(), compression)
+        optimizer = DistributedOptimizer(nesterov(model), model.named_parameters(), compression)
         torch.manual_seed(hvd.rank())
         for mode in (DENSE, COMPRESSED, DENSE):
             take(optimizer, mode)
@@ -91,35 +54,24 @@ def dense_steps() -> dict[str, bool]:
         found[name] = fingerprint(model) == fingerprint(stock(make))
     model, optimizer = made(clip_norm=0.5)
     train(model, optimizer, STEPS)
-    found["clip_norm"] = fingerprint(model) == fingerprint(stock(_nesterov, clip=0.5))
+    found["clip_norm"] = fingerprint(model) == fingerprint(stock(nesterov, clip=0.5))
     return found
 
 
 def script_clipping() -> dict[str, Any]:
     """A script's own clipping is stock's in dense steps, and local afterwards."""
     model, optimizer = made()
-    for x, y in batches(STEPS, hvd.rank()):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    same = fingerprint(model) == fingerprint(stock(_nesterov, clip=0.5))
+    train_clipped(model, optimizer, 0.5, batches(STEPS, hvd.rank()))
+    same = fingerprint(model) == fingerprint(stock(nesterov, clip=0.5))
     before = _norm_of([state["momentum_buffer"] for state in optimizer.state.values()])
     take(optimizer, COMPRESSED)
-    left = []
-    for x, y in batches(4, hvd.rank(), seed=2):
-        optimizer.zero_grad()
-        (30 * nn.functional.mse_loss(model(x), y)).backward()  # far beyond the limit
-        optimizer.synchronize()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        kept = optimizer.residual_state_dict()["tensors"].values()
-        left.append(_norm_of([arrays["u"] for arrays in kept if "u" in arrays]) / before)
+    first, *others = batches(4, hvd.rank(), seed=2)
+    train_clipped(model, optimizer, 0.5, [first], scale=30)  # far beyond the limit
+    kept = optimizer.residual_state_dict()["tensors"].values()
+    momentum = _norm_of([arrays["u"] for arrays in kept if "u" in arrays]) / before
+    train_clipped(model, optimizer, 0.5, others, scale=30)
     told = "clipping" in session(optimizer).told or hvd.rank() > 0
-    return {"same": same, "told": told, "weights": fingerprint(model), "momentum": left[0]}
+    return {"same": same, "told": told, "weights": fingerprint(model), "momentum": momentum}
 
 
 def _norm_of(tensors: list[torch.Tensor]) -> float:
@@ -347,6 +299,7 @@ def on_nodes() -> dict[str, Any]:
 
 def missing() -> dict[str, Any]:
     """A rank that stays away from a dense step: the others say so within the time limit."""
+    hvd.init()
     model, optimizer = made()
     train(model, optimizer, 2)
     if hvd.rank() == 0:

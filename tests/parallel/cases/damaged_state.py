@@ -12,17 +12,18 @@ from dgc_horovod.state import manifest
 from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
+from tests.helpers.interrupted import COMPRESSIONS, HALF, made, train_between
 from tests.helpers.sealed import OF_TORCH, outcomes
 from tests.helpers.training import batches, fingerprint, momentum_sgd
-from tests.parallel.cases.state import COMPRESSIONS, HALF, _made, _shared_folder, _train
+from tests.parallel.cases.state import _shared_folder
 
 
 def damage() -> dict[str, Any]:
     """A missing file, a damaged one, another model, an unwritable folder: one error on every rank, or a choice."""
     hvd.init()
     compression = COMPRESSIONS["clipped, per tensor"]
-    model, optimizer = _made(compression)
-    _train(model, optimizer, 0, HALF)
+    model, optimizer = made(compression)
+    train_between(model, optimizer, 0, HALF)
     with _shared_folder() as folder:
         save_checkpoint(folder, model, optimizer)
         save_checkpoint(folder, model, optimizer)  # over the first one
@@ -36,11 +37,11 @@ def damage() -> dict[str, Any]:
 def sealed() -> dict[str, Any]:
     """Files that somebody has changed and sealed again: one error on every rank, and nothing has changed."""
     hvd.init()
-    model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
-    _train(model, optimizer, 0, HALF)
+    model, optimizer = made(COMPRESSIONS["clipped, per tensor"])
+    train_between(model, optimizer, 0, HALF)
     with _shared_folder() as folder:
         save_checkpoint(folder, model, optimizer)
-        _train(model, optimizer, HALF, HALF + 2)
+        train_between(model, optimizer, HALF, HALF + 2)
         return outcomes(
             OF_TORCH, folder, hvd.rank() == 0, hvd.barrier,
             lambda: error_of(lambda: load_checkpoint(folder, model, optimizer)),
@@ -131,8 +132,8 @@ def _damaged(folder: Path, compression: Any) -> dict[str, Any]:
 
     for name, data in (("missing", None), ("cut", sound[:-100]), ("changed", sound[:500] + b"x" + sound[501:])):
         change(data)
-        found[name] = error_of(lambda: load_checkpoint(folder, *_made(compression)))
-        other, second = _made(compression)
+        found[name] = error_of(lambda: load_checkpoint(folder, *made(compression)))
+        other, second = made(compression)
         load_checkpoint(folder, other, second, residuals="if sound")
         found[f"{name}, skipped"] = any(a["v"].any() for a in kept_by(second).tensors.values())
     change(sound)
@@ -140,14 +141,14 @@ def _damaged(folder: Path, compression: Any) -> dict[str, Any]:
 
 
 def _unfit(folder: Path, compression: Any, model: Any, optimizer: Any) -> dict[str, Any]:
-    other, second = _made(COMPRESSIONS["topk"])
+    other, second = made(COMPRESSIONS["topk"])
     found = {"other method": error_of(lambda: load_checkpoint(folder, other, second))}
     load_checkpoint(folder, other, second, residuals="ignored")
     elsewhere = "/proc/none" if hvd.rank() else folder
     stale = {**optimizer.residual_state_dict(), "rank": 1 - hvd.rank()}
     attempts = {
         "other model": lambda: load_checkpoint(folder, torch.nn.Linear(3, 4), second, "ignored"),
-        "other op": lambda: load_checkpoint(folder, *_made(compression, op=hvd.Sum)),
+        "other op": lambda: load_checkpoint(folder, *made(compression, op=hvd.Sum)),
         "something else's": lambda: save_checkpoint(_with_a_strangers_manifest(folder), model, optimizer),
         "not writable": lambda: save_checkpoint(elsewhere, model, optimizer),
         "another optimizer": lambda: save_checkpoint(folder, *_other()),

@@ -14,54 +14,16 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from dgc_horovod import WarmupSchedule
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.testing.torch import kept_by, session
 from dgc_horovod.torch import Compression, DistributedOptimizer, elastic, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
+from tests.helpers.interrupted import COMPRESSIONS, HALF, OPTIMIZERS, SMALL, STEPS, made, nesterov, train_between
 from tests.helpers.training import batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
-
-STEPS, HALF = 24, 12
-_SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
-COMPRESSIONS = {
-    "dgc, warm-up": Compression.dgc(**_SMALL, warmup=WarmupSchedule(steps=15)),
-    "clipped, per tensor": Compression.dgc(**_SMALL, clip_norm=0.5, scope="tensor"),
-    "gaussian, momentum correction": Compression.dgc(**_SMALL, rule="gaussian"),
-    "sampled, 4bit": Compression.dgc(**_SMALL, rule="sampled", values="4bit"),
-    "random": Compression.random(**_SMALL),
-    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
-    "topk": Compression.topk(**_SMALL),
-}
-
-
-def _nesterov(model: Any) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-
-
-def _adamw(model: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 def _ascending(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, maximize=True)
-
-
-OPTIMIZERS = {"SGD": momentum_sgd, "Nesterov, decay": _nesterov, "AdamW": _adamw}
-
-
-def _made(compression: Any, make: Any = momentum_sgd, **more: Any) -> tuple[Any, Any]:
-    model = smooth_model()
-    return model, DistributedOptimizer(make(model), model.named_parameters(), compression, **more)
-
-
-def _train(model: Any, optimizer: Any, first: int, last: int) -> None:
-    data = list(batches(last, hvd.rank()))[first:]
-    for step, (x, y) in enumerate(data, first):
-        for group in optimizer.param_groups if "betas" in optimizer.defaults else ():
-            group["lr"] = 0.003 * min(1.0, (step + 1) / STEPS)  # a warm-up, in which residuals fade
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
 
 
 @contextmanager
@@ -97,25 +59,25 @@ def resume_late() -> dict[str, Any]:
 
 
 def _resumed(compression: Any, make: Any, half_way: int, steps: int) -> dict[str, Any]:
-    whole, optimizer = _made(compression, make)
-    _train(whole, optimizer, 0, steps)
-    half, first = _made(compression, make)
-    _train(half, first, 0, half_way)
+    whole, optimizer = made(compression, make)
+    train_between(whole, optimizer, 0, steps)
+    half, first = made(compression, make)
+    train_between(half, first, 0, half_way)
     with _shared_folder() as folder:
         save_checkpoint(folder, half, first, epoch=3)
         own = {**first.residual_state_dict()}
-        from_file, second = _made(compression, make)
+        from_file, second = made(compression, make)
         extra = load_checkpoint(folder, from_file, second)
-        _train(from_file, second, half_way, steps)
-        from_dicts, third = _made(compression, make)
+        train_between(from_file, second, half_way, steps)
+        from_dicts, third = made(compression, make)
         _check_that_it_goes_through_a_file(own, folder)
         load_checkpoint(folder, from_dicts, third, residuals="ignored")
         third.load_residual_state_dict(own)
-        _train(from_dicts, third, half_way, steps)
+        train_between(from_dicts, third, half_way, steps)
         # without the residuals it is another run: the comparison can fail
-        without, fourth = _made(compression, make)
+        without, fourth = made(compression, make)
         without.load_state_dict(torch.load(_model_file(folder), weights_only=True)["model"])
-    _train(without, fourth, half_way, steps)
+    train_between(without, fourth, half_way, steps)
     return {
         "same": [fingerprint(model) == fingerprint(whole) for model in (from_file, from_dicts)],
         "extra": extra, "other": fingerprint(without) != fingerprint(whole), "fingerprint": fingerprint(from_file),
@@ -136,8 +98,8 @@ def _check_that_it_goes_through_a_file(record: dict[str, Any], folder: Path) -> 
 def save_for_others() -> dict[str, Any]:
     """Train and save, to be loaded by another number of ranks."""
     hvd.init()
-    model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
-    _train(model, optimizer, 0, HALF)
+    model, optimizer = made(COMPRESSIONS["clipped, per tensor"])
+    train_between(model, optimizer, 0, HALF)
     save_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     return {"states": _as_lists(_states(optimizer))}
 
@@ -145,10 +107,10 @@ def save_for_others() -> dict[str, Any]:
 def load_of_others() -> dict[str, Any]:
     """Load what another number of ranks has saved, and go on."""
     hvd.init()
-    model, optimizer = _made(COMPRESSIONS["clipped, per tensor"])
+    model, optimizer = made(COMPRESSIONS["clipped, per tensor"])
     load_checkpoint(os.environ["DGC_TEST_FOLDER"], model, optimizer)
     states = _as_lists(_states(optimizer))
-    _train(model, optimizer, HALF, STEPS)
+    train_between(model, optimizer, HALF, STEPS)
     return {"states": states, "fingerprint": fingerprint(model)}
 
 
@@ -165,8 +127,8 @@ def flushed() -> dict[str, Any]:
     found = {}
     for name, make in OPTIMIZERS.items():
         for op_name, op in (("average", hvd.Average), ("sum", hvd.Sum)):
-            model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="8bit"), make, op=op)
-            _train(model, optimizer, 0, HALF)
+            model, optimizer = made(Compression.dgc(**SMALL, dense_values="8bit"), make, op=op)
+            train_between(model, optimizer, 0, HALF)
             before, states = weights(model), _states(optimizer)
             optimizer.flush()
             moved = dict(
@@ -185,7 +147,7 @@ def flushed() -> dict[str, Any]:
                 left = max(left, max(float(np.abs(v).max()) for v in kept), *(float(np.abs(a["u"]).max()) for a in
                            state.tensors.values() if "u" in a), 0.0)  # fmt: skip
             stock = _stock_continues(model, optimizer, make)
-            _train(model, optimizer, HALF, STEPS)
+            train_between(model, optimizer, HALF, STEPS)
             found[f"{name}, {op_name}"] = {
                 "worst": worst, "left": left, "fingerprint": fingerprint(model), "momentum": stock,
                 "finite": bool(torch.isfinite(weights(model)).all()),
@@ -200,11 +162,11 @@ def flush_is_linear() -> dict[str, Any]:
     distances = {}
     for name in ("SGD", "Nesterov, decay", "ascending"):
         (one, never), (other, often) = (
-            _made(everything, {**OPTIMIZERS, "ascending": _ascending}[name]) for _ in range(2)
+            made(everything, {**OPTIMIZERS, "ascending": _ascending}[name]) for _ in range(2)
         )
         for first in range(0, STEPS, 4):
-            _train(one, never, first, first + 4)
-            _train(other, often, first, first + 4)
+            train_between(one, never, first, first + 4)
+            train_between(other, often, first, first + 4)
             often.flush()
         distances[name] = distance(weights(one), weights(other))
     return distances
@@ -215,11 +177,11 @@ def elastic_state() -> dict[str, Any]:
     hvd.init()
     flushed = []
     for compression in (COMPRESSIONS["dgc, warm-up"], COMPRESSIONS["topk"]):
-        model, optimizer = _made(compression, _nesterov)
+        model, optimizer = made(compression, nesterov)
         state = elastic.TorchState(model, optimizer, flush_on_commit=True)
         state.sync()
         state.commit()
-        _train(model, optimizer, 0, HALF)
+        train_between(model, optimizer, 0, HALF)
         state.commit()
         left = [a["v"] for n, a in kept_by(optimizer).tensors.items() if n.endswith("weight")]
         before = fingerprint(model)
@@ -229,8 +191,8 @@ def elastic_state() -> dict[str, Any]:
         "1"  # a newcomer makes its optimizer while the others wait: nothing is compared then
     )
     try:
-        made = _made(Compression.topk(0.01 + 0.01 * hvd.rank()))
-        return {"flushed": flushed, "disagree": error_of(lambda: elastic.TorchState(*made).sync())}
+        pair = made(Compression.topk(0.01 + 0.01 * hvd.rank()))
+        return {"flushed": flushed, "disagree": error_of(lambda: elastic.TorchState(*pair).sync())}
     finally:
         del os.environ["HOROVOD_ELASTIC"]
 
@@ -257,19 +219,19 @@ def stock_and_back() -> dict[str, Any]:
         plain.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         plain.step()
-    other, optimizer = _made(COMPRESSIONS["topk"])
+    other, optimizer = made(COMPRESSIONS["topk"])
     other.load_state_dict(model.state_dict())
     optimizer.load_state_dict(plain.state_dict())
     train(other, optimizer, 3)
     optimizer.flush()  # else residuals would be lost
     with _shared_folder() as folder:
         save_checkpoint(folder, other, optimizer, epoch=1)
-        third, dense = _made(Compression.none)
+        third, dense = made(Compression.none)
         extra = load_checkpoint(folder, third, dense)
         same = fingerprint(third) == fingerprint(other)
         train(third, dense, 3)
         save_checkpoint(folder, third, dense)
-        fourth, again = _made(COMPRESSIONS["topk"])
+        fourth, again = made(COMPRESSIONS["topk"])
         load_checkpoint(folder, fourth, again)
     return {"same": same, "extra": extra, "back": fingerprint(fourth) == fingerprint(third)}
 
@@ -281,12 +243,12 @@ def to_the_dense_path() -> dict[str, Any]:
     def plain(model: Any) -> Any:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="8bit"), plain)
-    _train(model, optimizer, 0, HALF)
+    model, optimizer = made(Compression.dgc(**SMALL, dense_values="8bit"), plain)
+    train_between(model, optimizer, 0, HALF)
     owed = {n: sum(s.tensors[n]["v"].astype(float) for s in _states(optimizer)) / hvd.size() for n in _biases(model)}
     with _shared_folder() as folder:
         save_checkpoint(folder, model, optimizer)
-        model, optimizer = _made(Compression.dgc(**_SMALL, dense_values="fp32"), plain)
+        model, optimizer = made(Compression.dgc(**SMALL, dense_values="fp32"), plain)
         load_checkpoint(folder, model, optimizer)
     kept = set(_biases(model)) - set(kept_by(optimizer).tensors)  # a bias of one element is coded without error
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
