@@ -39,8 +39,6 @@ from dgc_horovod.kernels.contract import (
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
 
-_ENCODING = 2**31  # stands for the index of a range, for codecs that round at random
-
 
 class BucketEngine:
     """State and arithmetic of one bucket on one rank.
@@ -219,8 +217,7 @@ class BucketEngine:
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
         flags |= (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
-        draw = partial(self._generator, _ENCODING)
-        sending = workspace.exchange.begin(elements, flags, self._step, draw)
+        sending = workspace.exchange.begin(elements, flags, self._step)
         count = sending.elements.values.size
         masked = workspace.masked[:count] if self._masks else None
         self._sent = HostSentRecord(self.kernels, sending.elements, masked)

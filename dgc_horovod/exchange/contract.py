@@ -11,8 +11,7 @@ import numpy as np
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
 from dgc_horovod.stats import ring_received
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs import Draw
-from dgc_horovod.wire.packet import PacketFormat, undrawn
+from dgc_horovod.wire.packet import PacketFormat
 
 ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
 # Groups of workers: all workers; the workers of equal local rank, one from each node; the workers of one node
@@ -163,14 +162,13 @@ class Exchange(Protocol):
     def sender(self, max_candidates: int) -> Sender | None:
         """Return the device code that writes the first buffer from at most `max_candidates` candidates, or None."""
 
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
         """Encode the message of the first round.
 
         Args:
             elements: selected elements, ascending; at most the capacity of the wire format. Fewer may be sent.
             flags: sum of flags of `packet`; every round passes FLAG_NONFINITE and FLAG_JOINED on.
             step: schedule step, >= 0, equal on all ranks.
-            draw: function that makes this rank's random source of bucket and step, for a codec that rounds at random.
         """
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:

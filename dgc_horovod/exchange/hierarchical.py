@@ -14,8 +14,7 @@ from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchan
 from dgc_horovod.exchange.flat import different_sizes
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
-from dgc_horovod.wire.codecs import Draw
-from dgc_horovod.wire.packet import HEADER, PacketFormat, undrawn
+from dgc_horovod.wire.packet import HEADER, PacketFormat
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,8 @@ class HierarchicalExchange:
     def sender(self, max_candidates: int) -> Sender | None:
         return self._own.sender(max_candidates)
 
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        return self._own.begin(elements, flags, step, draw)
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+        return self._own.begin(elements, flags, step)
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
         if number < len(self.rounds) - 2:

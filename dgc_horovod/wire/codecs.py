@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -118,7 +117,6 @@ INDEX_CODECS: dict[str, IndexCodec] = {c.name: c for c in (EliasFanoIndices(), E
 BLOCK = 256  # values with common scales
 _SIZE = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
-Draw = Callable[[], np.random.Generator]  # depends on rank, bucket and step alone: the same at every call
 
 
 class ValueCodec(Protocol):
@@ -133,8 +131,8 @@ class ValueCodec(Protocol):
     def scales_at(self, capacity: int) -> int:
         """Byte offset of the blocks' scales, which follow the values' codes."""
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
-        """Write finite values into `out`, `nbytes` zero bytes; ``draw()`` returns the random source of this step."""
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+        """Write finite values into `out`, which holds `nbytes` zero bytes."""
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
         """Return `count` float32 values; raise CorruptPacket if no encoder writes such data."""
@@ -159,7 +157,7 @@ class FloatValues:
     def scales_at(self, capacity: int) -> int:
         return self.nbytes(capacity)  # there are none
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         out[: self.dtype.itemsize * values.size].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
@@ -178,7 +176,7 @@ class BFloat16Values:
     def scales_at(self, capacity: int) -> int:
         return self.nbytes(capacity)  # there are none
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         bits = _bits(values)
         within = np.minimum(bits & _SIZE, self._LARGEST) | (bits & ~_SIZE)
         out[: 2 * values.size].view("<u2")[:] = rounded(within.view(np.float32))
@@ -209,7 +207,7 @@ class BlockValues:
     def scales_at(self, capacity: int) -> int:
         return word_bytes(self.bits * capacity)
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         if not values.size:
             return
         rows, inside = _rows(values)

@@ -31,7 +31,7 @@ from dgc_horovod.kernels.native.library import (
 )
 from dgc_horovod.kernels.reference import NumpyArrays
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
@@ -59,13 +59,7 @@ class NativeCoder:
         return wire.indices in _INDICES and wire.values in COMPILED_VALUES
 
     def encode(
-        self,
-        wire: PacketFormat,
-        positions: np.ndarray,
-        values: np.ndarray,
-        body: np.ndarray,
-        decoded: np.ndarray,
-        draw: Draw,
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
     ) -> int:
         layout, count = self._layout(wire), positions.size
         zeros: int = self._library.dgc_encode(
