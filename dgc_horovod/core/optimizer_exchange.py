@@ -152,15 +152,13 @@ class OptimizerExchange:
         """
         self.adam.scale = scale = clip / loss_scale
         self.ending.begin()
-        self.meters.compressing(engine, scale)
-        with self.counts.traffic.timing("compressing"):
+        self.meters.diagnostics.before(engine, scale)
+        with self.meters.timing(engine, "compressing"):
             engine.begin_compress(scale, self.steps, self.density())
-        self.meters.launched(engine)
 
     def message(self, engine: BucketEngine) -> Message:
         """`BucketEngine.message`; the time until it is called is not counted as compression."""
-        self.meters.awaiting(engine)
-        with self.counts.traffic.timing("compressing"):
+        with self.meters.timing(engine, "compressing"):
             message = engine.message()
         self.meters.compressed(engine, message)
         return message
@@ -172,24 +170,22 @@ class OptimizerExchange:
             engine: engine of this exchange.
             received: result of the round, see `BucketEngine.receive`.
         """
-        self.meters.decoding(engine)
-        with self.counts.traffic.timing("decoding"):
+        with self.meters.timing(engine, "decoding"):
             buffer = engine.receive(received)
-        self.meters.received(engine, sends=buffer is not None)
+        if buffer is not None:
+            self.meters.count(engine, engine.round)
         return buffer
 
     def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> None:
         """`BucketEngine.aggregate_into`, after the last round; `loss_scale` as in `compress`."""
-        self.meters.decoding(engine)
-        with self.counts.traffic.timing("decoding"):
+        with self.meters.timing(engine, "decoding"):
             engine.aggregate_into(self.mean_scale * loss_scale)
-        self.meters.aggregated(engine)
 
     def settle(self, engine: BucketEngine) -> bool:
         """`BucketEngine.settle`, after `aggregate` of all buckets; return whether gradients and update are finite."""
         with self.counts.traffic.timing("decoding"):
             finite = engine.settle() and engine.outcome.finite
-        self.meters.settled(engine)
+        self.meters.diagnostics.settled(engine)
         return finite
 
     def clip_factor(self, other_squares: float = 0.0) -> float:
