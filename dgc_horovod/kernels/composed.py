@@ -14,15 +14,14 @@ from dgc_horovod.kernels.contract import (
     Array,
     Elements,
     ErrorFeedback,
+    Kernels,
     MomentumCorrection,
-    Receiver,
-    Sender,
     SharedMoment,
     State,
     joined,
 )
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import Coder, NumpyCoder, PacketFormat
+from dgc_horovod.wire.packet import Coder, NumpyCoder
 
 SIGN_STRIDE = 7919  # from the first sign of a row to that of the next
 
@@ -59,21 +58,27 @@ class ListedOutputs:
         self.arrays = [None] * len(self.arrays)
 
 
-class Primitives(Protocol):
-    """Operations of a backend on one vector, in place. See `contract` for the arithmetic rules."""
+class ListedGradients:
+    """`contract.Gradients` as lists."""
 
-    def new(self, numel: int) -> Array: ...
-    def to_host(self, x: Array) -> np.ndarray: ...
-    def fetch(self, arrays: Sequence[Array]) -> list[np.ndarray]: ...
-    def from_host(self, values: np.ndarray) -> Array: ...
-    def write(self, x: Array, values: np.ndarray) -> None: ...
-    def fill_zero(self, x: Array) -> None: ...
-    def take(self, x: Array, positions: np.ndarray) -> np.ndarray: ...
-    def put(self, x: Array, elements: Elements) -> None: ...
-    def sums(self, x: Array) -> tuple[float, float]: ...
-    def squares(self, arrays: Sequence[Array]) -> float: ...
-    def count_at_least(self, x: Array, threshold: float) -> int: ...
-    def sample(self, x: Array, start: int, stride: int) -> np.ndarray: ...
+    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
+        self.bucket, self._kernels = bucket, kernels
+        self.arrays: list[Array | None] = [None] * len(bucket.segments)
+        self.accumulations: list[Accumulation] = [ErrorFeedback()] * len(bucket.segments)
+
+    def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
+        self.arrays[i], self.accumulations[i] = gradient, accumulation
+
+    def squared_norm(self) -> float:
+        return self._kernels.squares(self.arrays)
+
+
+class ComposedKernels(Kernels, Protocol):
+    """The methods of `Kernels` on whole buckets, composed of operations on one vector, which a backend adds."""
+
+    coder: Coder = NumpyCoder()
+
+    # -- operations on one vector, in place; see `contract` for the arithmetic rules
 
     def all_finite(self, x: Array) -> bool:
         """Return whether `x` has neither NaN nor infinity."""
@@ -108,26 +113,7 @@ class Primitives(Protocol):
     def copy_scaled(self, x: Array, source: Array, scale: float) -> None:
         """``x = source * scale``."""
 
-
-class ListedGradients:
-    """`contract.Gradients` as lists."""
-
-    def __init__(self, bucket: Bucket, kernels: Primitives) -> None:
-        self.bucket, self._kernels = bucket, kernels
-        self.arrays: list[Array | None] = [None] * len(bucket.segments)
-        self.accumulations: list[Accumulation] = [ErrorFeedback()] * len(bucket.segments)
-
-    def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
-        self.arrays[i], self.accumulations[i] = gradient, accumulation
-
-    def squared_norm(self) -> float:
-        return self._kernels.squares(self.arrays)
-
-
-class ComposedKernels(Primitives, Protocol):
-    """The methods of `contract.Kernels` on whole buckets, composed of the primitives that a backend adds."""
-
-    coder: Coder = NumpyCoder()
+    # -- the methods of `Kernels`
 
     def gradients(self, bucket: Bucket) -> ListedGradients:
         return ListedGradients(bucket, self)
@@ -174,9 +160,6 @@ class ComposedKernels(Primitives, Protocol):
             self.accumulate_momentum(state.u[here], v, gradient, scale, accumulation.momentum, accumulation.nesterov)
         else:
             self.accumulate_residual(v, gradient, scale)
-
-    def squares(self, arrays: Sequence[Array]) -> float:
-        return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def sampled_sums(self, x: Array) -> tuple[float, float]:
         stride = sum_stride(-(-len(x) // CHUNK))
@@ -231,9 +214,3 @@ class ComposedKernels(Primitives, Protocol):
         for output, segment in zip(outputs.arrays, outputs.bucket.segments, strict=True):
             self.copy_scaled(output, summed[segment.place], scale)
         return all(self.all_finite(output) for output in outputs.arrays)
-
-    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
-        return None
-
-    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
-        return None

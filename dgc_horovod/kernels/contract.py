@@ -252,7 +252,7 @@ class Receiver(Protocol):
 
 
 class Kernels(Protocol):
-    """One backend on one device. All methods that change an array change it in place."""
+    """One backend on one device. All methods that change an array change it in place. Those of hosts have defaults."""
 
     name: str
     array_kind: str  # type of an Array, "numpy" or "torch"; torch backends also have from_dlpack and to_dlpack
@@ -322,6 +322,7 @@ class Kernels(Protocol):
 
     def squares(self, arrays: Sequence[Array]) -> float:
         """Return the sums of squares of `sums`, of several vectors, added in their order."""
+        return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def measure(self, x: Array, offset: int, signs: Array) -> Array:
         """Return sums of squares of a part of a matrix by row and column, and products of its rows with random signs.
@@ -392,6 +393,8 @@ class Kernels(Protocol):
 
     def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
         """Return a Sender of the ``wire.capacity`` largest of up to `max_candidates` candidates; None: use the host."""
+        return None
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
         """Return a Receiver of packets of the format `wire`; None: use the host."""
+        return None

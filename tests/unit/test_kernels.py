@@ -351,7 +351,7 @@ def test_registry(monkeypatch):
 
 def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):
     monkeypatch.setattr(library, "library_paths", list)
-    registry._say_once_that_it_is_slower.cache_clear()
+    registry._say_once.cache_clear()
     assert [registry.choose("cpu").name for _ in range(2)] == ["torch_eager"] * 2
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1 and "several times slower" in said[0] and "was not built" in said[0]

@@ -16,6 +16,7 @@ from dgc_horovod.kernels.contract import (
     AccumulateResult,
     Array,
     Elements,
+    Kernels,
     State,
 )
 from dgc_horovod.kernels.native.library import (
@@ -78,7 +79,7 @@ class NativeCoder:
         return self._library.dgc_checksum(address(packet), packet.size // 4, CHECKSUM_WORD)
 
 
-class NativeKernels(NumpyArrays):
+class NativeKernels(NumpyArrays, Kernels):
     """`contract.Kernels` on NumPy arrays, in C++.
 
     Args:
@@ -163,13 +164,10 @@ class NativeKernels(NumpyArrays):
 
     # -- reading v
 
-    def sums(self, x: np.ndarray) -> tuple[float, float]:
-        return self.sums_at(address(x), x.size)
-
-    def sums_at(self, place: int | None, numel: int) -> tuple[float, float]:
-        """Return `sums` of the vector at an address."""
+    def sums(self, x: Array) -> tuple[float, float]:
+        numel = x.nbytes // 4  # of a NumPy array or of a tensor
         out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
-        self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
+        self._library.dgc_sums(address(x), numel, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
 
     def measure(self, x: Array, offset: int, signs: np.ndarray) -> np.ndarray:
@@ -178,9 +176,6 @@ class NativeKernels(NumpyArrays):
         out = np.zeros(2 * rows + b, np.float32)
         self._library.dgc_measure(address(x), numel, offset, address(signs), b, address(out))
         return out
-
-    def squares(self, arrays: Sequence[np.ndarray]) -> float:
-        return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
         scratch, range_ = Scratch(x.size, 1), self._range(x, np.inf)
@@ -249,9 +244,3 @@ class NativeKernels(NumpyArrays):
 
     def aggregate_dense(self, outputs: NativeOutputs, summed: np.ndarray, scale: float) -> bool:
         return bool(self._library.dgc_fill_summed(address(outputs.table), len(outputs.table), address(summed), scale))
-
-    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> None:
-        """Return None: elements are on the host already."""
-
-    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> None:
-        """Return None: packets are on the host already."""
