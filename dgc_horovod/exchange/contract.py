@@ -158,9 +158,11 @@ class Exchange(Protocol):
             rank: index of this worker among those that exchange the bucket, 0 <= rank < workers.
             state: state of the bucket, or slice; an exchange changes only its `remainder`.
         """
+        return
 
     def sender(self, max_candidates: int) -> Sender | None:
         """Return the device code that writes the first buffer from at most `max_candidates` candidates, or None."""
+        return None
 
     def begin(self, elements: Elements, flags: int, step: int) -> Sending:
         """Encode the message of the first round.
@@ -203,12 +205,15 @@ class Exchange(Protocol):
     @property
     def contributions(self) -> list[Elements]:
         """Copies of the elements that each rank sent; empty if the exchange does not know them."""
+        return []
 
     def commit(self) -> None:
         """End a step that every rank applies."""
+        return
 
     def rollback(self) -> None:
         """Undo the step on every rank: restore the state of the exchange from before `begin`."""
+        return
 
 
 class FlatExchange(Exchange, Protocol):

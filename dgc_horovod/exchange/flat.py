@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Outcome, Round, Sending
-from dgc_horovod.kernels.contract import Elements, Kernels, Outputs, Sender, State
+from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, FlatExchange, Outcome, Round, Sending
+from dgc_horovod.kernels.contract import Elements, Kernels, Outputs, Sender
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import (
     FLAG_CLIPS,
@@ -65,7 +65,7 @@ class PacketWriter:
         return Elements(elements.positions[kept], elements.values[kept]), decoded[kept]
 
 
-class CodedExchange:
+class CodedExchange(FlatExchange):
     """The common part of exchanges of one packet; see `contract.Exchange`.
 
     Memory: the packet, and 4 bytes for each of its elements.
@@ -81,28 +81,8 @@ class CodedExchange:
         self._coder = self._writer.coder
         self._packet = np.zeros(wire.nbytes, np.uint8)
 
-    @staticmethod
-    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
-        raise NotImplementedError
-
-    def adopt(self, rank: int, state: State) -> None:
-        pass
-
-    def sender(self, max_candidates: int) -> Sender | None:
-        return None
-
     def settle(self) -> bool:
         return self._finite
-
-    @property
-    def contributions(self) -> list[Elements]:
-        return []
-
-    def commit(self) -> None:
-        pass
-
-    def rollback(self) -> None:
-        pass
 
 
 class AllgatherExchange(CodedExchange):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import DGCError, RankMismatch
-from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
+from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, Exchange, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.exchange.flat import different_sizes
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
@@ -103,7 +103,7 @@ def _named(local_rank: int) -> Iterator[None]:
         raise type(error)(f"{error} (rank numbers are node numbers, of local rank {local_rank})") from None
 
 
-class HierarchicalExchange:
+class HierarchicalExchange(Exchange):
     """One exchange for each slice of a bucket: this worker runs one and reads all. See `contract.Exchange`.
 
     Args:

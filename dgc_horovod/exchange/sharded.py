@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
+from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.exchange.flat import PacketWriter, different_sizes, outcome_of
-from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, Outputs, Sender, State
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, Outputs, State
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.packet import (
     FLAG_OVERFLOW,
@@ -164,7 +164,7 @@ def _form(wire: PacketFormat, workers: int) -> _Form:
     return _Form(shards, packets(slot), packets(sent_on))
 
 
-class ShardedExchange:
+class ShardedExchange(FlatExchange):
     """Received per rank: (N-1) slots and (N-1) packets of k/N elements. See `contract.Exchange`.
 
     Both rounds carry the flags. An owner that cannot read a packet sends an error text in round 2, so all ranks raise
@@ -199,9 +199,6 @@ class ShardedExchange:
     def adopt(self, rank: int, state: State) -> None:
         self._owner = Owner(rank, state, self._shards, self._kernels)
         self._slots = np.zeros((self._workers, self._slot.wire.nbytes), np.uint8)
-
-    def sender(self, max_candidates: int) -> Sender | None:
-        return None
 
     def begin(self, elements: Elements, flags: int, step: int) -> Sending:
         self._flags = flags
