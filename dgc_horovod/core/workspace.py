@@ -116,7 +116,12 @@ class Workspace:
         self.density = density
         self.ranges, wire, exchange, _ = message_spec(bucket, config, density, topology)
         self.capacity = wire.capacity
-        self.exchange = self._made(exchange, bucket, wire, kernels, topology)
+        slices = bucket.slices(topology.node_size)
+        self.exchange: Exchange = (
+            exchange(bucket, wire, kernels, topology.workers)
+            if len(slices) == 1
+            else HierarchicalExchange(slices, topology.local_rank, wire, kernels, topology.nodes, exchange)
+        )
         self.exchange.adopt(topology.node, state)
         numels, ks = [part.numel for part in self.ranges], [part.k for part in self.ranges]
         self.predictor = ThresholdPredictor(numels, ks, config.threshold)
@@ -127,12 +132,3 @@ class Workspace:
         looks = self.predictor.max_candidates > 0
         self.sender = self.exchange.sender(self.predictor.max_candidates) if alone and looks else None
         self.masked = np.empty(wire.capacity, np.float32)
-
-    @staticmethod
-    def _made(
-        exchange: type[FlatExchange], bucket: Bucket, wire: PacketFormat, kernels: Kernels, topology: Topology
-    ) -> Exchange:
-        if topology.node_size == 1:
-            return exchange(bucket, wire, kernels, topology.workers)
-        slices = bucket.slices(topology.node_size)
-        return HierarchicalExchange(slices, topology.local_rank, wire, kernels, topology.nodes, exchange)

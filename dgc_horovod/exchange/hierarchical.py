@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import DGCError, RankMismatch
+from dgc_horovod.errors import DGCError
 from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, Exchange, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.exchange.flat import different_sizes
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
@@ -59,10 +59,9 @@ class Topology:
     @property
     def groups(self) -> list[list[int]]:
         """Ranks of every group of workers with collectives of its own: every node, then every local rank."""
-        heads = [Topology(node * self.node_size, self.workers, self.node_size) for node in range(self.nodes)]
-        return [head.inside for head in heads] + [
-            Topology(local, self.workers, self.node_size).between for local in range(self.node_size)
-        ]
+        every = [Topology(rank, self.workers, self.node_size) for rank in range(self.workers)]
+        nodes = [each.inside for each in every if each.local_rank == 0]
+        return nodes + [each.between for each in every if each.node == 0]
 
 
 def problem_of(topology: Topology) -> str:
@@ -156,19 +155,18 @@ class HierarchicalExchange(Exchange):
         slices = len(self._exchanges)
         expected = slices * self._round.size
         if received.size != expected:
-            raise self._mismatch(f"received {received.size} values inside this node, expected {expected}")
+            what = f"received {received.size} values inside this node, expected {expected}"
+            raise different_sizes(self._bucket, what)
         parts = received.reshape(slices, -1)
         for local_rank, part in enumerate(parts):
             data = part.view(np.uint8)
             if (data[:_HEAD] == _UNREADABLE).all() and (data == _UNREADABLE).all():
-                raise self._mismatch(f"the workers of local rank {local_rank} sent messages of different sizes")
+                what = f"the workers of local rank {local_rank} sent messages of different sizes"
+                raise different_sizes(self._bucket, what)
         last = len(self.rounds) - 2
         for local_rank, (exchange, part) in enumerate(zip(self._exchanges, parts, strict=True)):
             with _named(local_rank):
                 exchange.proceed(last, part, step)
-
-    def _mismatch(self, what: str) -> RankMismatch:
-        return different_sizes(self._bucket, what)
 
     def aggregate_into(self, outputs: SlicedOutputs, scale: float) -> None:
         for exchange, each in zip(self._exchanges, outputs.slices, strict=True):
