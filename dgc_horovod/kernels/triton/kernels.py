@@ -15,11 +15,10 @@ import triton
 from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs, sum_stride
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
-from dgc_horovod.kernels.triton.accumulate import chunk_sums
-from dgc_horovod.kernels.triton.measure import ROWS, measure_rows
+from dgc_horovod.kernels.triton.accumulate import MATRIX_ROWS, chunk_sums, measure_rows
 from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
-from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike, seen, thresholds_of
+from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 
@@ -82,8 +81,8 @@ class TritonKernels(TorchEagerKernels):
         taking, board = gradients.taking, gradients.board
         taking.make_room(max_candidates)
         board.zero_()
-        thresholds = thresholds_of(gradients.bucket, ranges)
-        form = taking.prepare(gradients, scale, thresholds)
+        range_of = np.searchsorted(ranges["start"], [part.start for part in gradients.bucket.segments], "right") - 1
+        form = taking.prepare(gradients, scale, ranges["threshold"][range_of])
         with using(self.device):
             taking.settings.send()
             taking.launch(form, state, board[:REPORT], board[REPORT:])
@@ -92,7 +91,7 @@ class TritonKernels(TorchEagerKernels):
             part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
-        return seen(report, taking.candidates)
+        return taking.result(report)
 
     def measure(self, x: torch.Tensor, offset: int, signs: torch.Tensor) -> torch.Tensor:
         """See `contract`. Two launches."""
@@ -100,7 +99,7 @@ class TritonKernels(TorchEagerKernels):
         before = offset % columns
         rows = triton.cdiv(before + x.numel(), columns)
         found = torch.empty(2 * rows + columns, device=self.device)
-        parts = torch.empty(triton.cdiv(rows, ROWS.value), columns, device=self.device)
+        parts = torch.empty(triton.cdiv(rows, MATRIX_ROWS.value), columns, device=self.device)
         with using(self.device):
             measure_rows[(len(parts),)](
                 x, signs, found, parts, offset // columns, before, x.numel(), rows, columns, **EXACT
