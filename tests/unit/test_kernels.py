@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable, ConfigError, UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.composed import first_sign, summed_numel
 from dgc_horovod.kernels.contract import CHUNK, RANGE, Elements, ErrorFeedback, MomentumCorrection, SharedMoment, State
 from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeKernels
-from dgc_horovod.kernels.reference import ReferenceKernels
+from dgc_horovod.kernels.reference import ReferenceKernels, first_sign, summed_numel
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, EACH, as_array, as_numpy
 

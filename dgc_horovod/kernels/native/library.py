@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
-from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs
 from dgc_horovod.kernels.contract import CHUNK, Accumulation, Array, Elements, Kernels, MomentumCorrection, SharedMoment
+from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs
 from dgc_horovod.wire.bucket import Bucket
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -26,21 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_use_instructions": (_INT, (ctypes.c_char_p,)),
     "dgc_pass": (
         _INT,
-        (
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _FLOAT,
-            _POINTER,
-            _LONG,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _INT,
-            _POINTER,
-            _LONG,
-        ),
+        (*[_POINTER] * 3, _LONG, _FLOAT, _POINTER, _LONG, *[_POINTER] * 2, _LONG, _INT, _POINTER, _LONG),
     ),
     "dgc_sums": (None, (_POINTER, _LONG, _POINTER, _LONG, _POINTER)),
     "dgc_measure": (None, (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dgc_horovod.kernels.composed import SIGN_STRIDE
 from dgc_horovod.kernels.contract import CHUNK, LANES
+from dgc_horovod.kernels.reference import SIGN_STRIDE
 
 BLOCK = tl.constexpr(512)  # elements of a program, for all kernels that read the bucket
 # Few threads, so that many programs share a multiprocessor while each waits for memory and for its place in the list

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs, sum_stride
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
+from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs, sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import MATRIX_ROWS, chunk_sums, measure_rows
 from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedOutputs
 from dgc_horovod.kernels.contract import Elements
+from dgc_horovod.kernels.reference import ListedOutputs
 from dgc_horovod.kernels.triton.decode import (
     BITS,
     FILL_BLOCK,

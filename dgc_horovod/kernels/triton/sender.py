@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedGradients
 from dgc_horovod.kernels.contract import (
     AccumulateResult,
     Elements,
@@ -18,6 +17,7 @@ from dgc_horovod.kernels.contract import (
     SharedMoment,
     State,
 )
+from dgc_horovod.kernels.reference import ListedGradients
 from dgc_horovod.kernels.triton.accumulate import (
     BAD_GRADIENT,
     BAD_RESIDUAL,
