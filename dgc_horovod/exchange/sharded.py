@@ -15,12 +15,7 @@ from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, FlatExchange, Out
 from dgc_horovod.exchange.flat import PacketWriter, different_sizes, outcome_of
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, Outputs, State
 from dgc_horovod.wire.bucket import Bucket, Segment
-from dgc_horovod.wire.packet import (
-    FLAG_OVERFLOW,
-    HEADER,
-    Coder,
-    PacketFormat,
-)
+from dgc_horovod.wire.packet import FLAG_OVERFLOW, HEADER, Coder, PacketFormat
 
 # Adjacent elements with one owner. Selected elements cluster in rows and columns of a layer: chunks this small, whose
 # size divides no common layer width, give hardly any owner more than its share (decision 43).

@@ -257,6 +257,14 @@ def _scaled(g: np.ndarray, scale: float) -> np.ndarray:
     return g if scale == 1.0 else g * np.float32(scale)
 
 
+def pairwise(sums: np.ndarray) -> np.ndarray:
+    """Add neighbouring rows until one is left, an odd last one with zeros; return it, zeros if there is none."""
+    while len(sums) > 1:
+        sums = np.concatenate([sums, np.zeros((len(sums) % 2, *sums.shape[1:]))])
+        sums = sums[0::2] + sums[1::2]
+    return sums[0] if len(sums) else np.zeros(sums.shape[1:])
+
+
 def _tree_sum(x: np.ndarray) -> float:
     """Sum float64 `x` in the order that `Kernels.sums` defines."""
     filled = np.zeros(-(-x.size // CHUNK) * CHUNK)
@@ -268,11 +276,7 @@ def _tree_sum(x: np.ndarray) -> float:
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    sums = lanes[:, 0]
-    while sums.size > 1:
-        sums = np.append(sums, 0.0) if sums.size % 2 else sums
-        sums = sums[0::2] + sums[1::2]
-    return float(sums[0]) if sums.size else 0.0
+    return float(pairwise(lanes[:, 0]))
 
 
 class ReferenceKernels(NumpyArrays, ComposedKernels):

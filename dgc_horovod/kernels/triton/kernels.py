@@ -13,7 +13,7 @@ import torch
 import triton
 
 from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
-from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs, sum_stride
+from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs, pairwise, sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import MATRIX_ROWS, chunk_sums, measure_rows
 from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using
@@ -161,12 +161,4 @@ def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
     with using(device):
         chunk_sums[(len(table),)](given[1], given[0], sums, **EXACT)
     parts = np.split(sums.cpu().numpy().reshape(-1, 2), ends[:-1])
-    return np.stack([_pairwise(part) for part in parts])
-
-
-def _pairwise(sums: np.ndarray) -> np.ndarray:
-    """Add neighbours until one is left, an odd last one with zero."""
-    while len(sums) > 1:
-        sums = np.concatenate([sums, np.zeros((len(sums) % 2, 2))])
-        sums = sums[0::2] + sums[1::2]
-    return sums[0] if len(sums) else np.zeros(2)
+    return np.stack([pairwise(part) for part in parts])

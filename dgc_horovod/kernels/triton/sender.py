@@ -10,13 +10,7 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.contract import (
-    AccumulateResult,
-    Elements,
-    MomentumCorrection,
-    SharedMoment,
-    State,
-)
+from dgc_horovod.kernels.contract import AccumulateResult, Elements, MomentumCorrection, SharedMoment, State
 from dgc_horovod.kernels.reference import ListedGradients
 from dgc_horovod.kernels.triton.accumulate import (
     BAD_GRADIENT,
