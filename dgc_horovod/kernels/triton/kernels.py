@@ -18,21 +18,12 @@ from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import MATRIX_ROWS, chunk_sums, measure_rows
 from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
-from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike
+from dgc_horovod.kernels.triton.sender import REPORT, TritonGradients, TritonSender
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 
 _MOST_LOW_BITS = 16
 _INDICES = "elias-fano"  # index codec of the device code; the host handles others
-
-
-class TritonGradients(ListedGradients):
-    """`contract.Gradients`, and the pass that accumulates them."""
-
-    def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
-        super().__init__(bucket, kernels)
-        self.taking = BucketPass(bucket, kernels.device)
-        self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
 
 
 class TritonOutputs(ListedOutputs):
@@ -76,22 +67,22 @@ class TritonKernels(TorchEagerKernels):
         want_sums: bool,
     ) -> AccumulateResult:
         assert isinstance(gradients, TritonGradients)
-        if not alike(gradients):
+        if not gradients.alike:
             return super().accumulate(gradients, state, scale, ranges, max_candidates, want_sums)
-        taking, board = gradients.taking, gradients.board
-        taking.make_room(max_candidates)
+        board = gradients.board
+        gradients.make_room(max_candidates)
         board.zero_()
         range_of = np.searchsorted(ranges["start"], [part.start for part in gradients.bucket.segments], "right") - 1
-        form = taking.prepare(gradients, scale, ranges["threshold"][range_of])
+        form = gradients.prepare(scale, ranges["threshold"][range_of])
         with using(self.device):
-            taking.settings.send()
-            taking.launch(form, state, board[:REPORT], board[REPORT:])
+            gradients.settings.send()
+            gradients.launch(form, state, board[:REPORT], board[REPORT:])
         for part in ranges if want_sums else ():
             start = int(part["start"])
             part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
-        return taking.result(report)
+        return gradients.result(report)
 
     def measure(self, x: torch.Tensor, offset: int, signs: torch.Tensor) -> torch.Tensor:
         """See `contract`. Two launches."""

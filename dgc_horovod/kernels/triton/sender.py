@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import triton
 
 from dgc_horovod.kernels.contract import AccumulateResult, Elements, MomentumCorrection, SharedMoment, State
 from dgc_horovod.kernels.reference import ListedGradients
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import (
     BAD_GRADIENT,
     BAD_RESIDUAL,
@@ -54,13 +54,6 @@ REPORT, HISTOGRAM = 16, BINS.value  # int32 words
 _NUMBERS = 16
 
 
-def alike(gradients: ListedGradients) -> bool:
-    """Return whether all gradients enter the residual in the same way, as one pass needs."""
-    accumulations = gradients.accumulations
-    how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in accumulations]
-    return how.count(how[0]) == len(how)
-
-
 class Form(NamedTuple):
     """The form of `accumulate` of a step: kind of accumulation, and whether segments are aligned."""
 
@@ -68,16 +61,12 @@ class Form(NamedTuple):
     aligned: bool
 
 
-class BucketPass:
-    """`accumulate` for one bucket, and its memory.
+class TritonGradients(ListedGradients):
+    """`contract.Gradients`, and the pass that accumulates them, with its memory."""
 
-    Args:
-        bucket: layout of the bucket.
-        device: device that holds u and v.
-    """
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.bucket, self.device = bucket, device
+    def __init__(self, bucket: Bucket, kernels: TorchEagerKernels) -> None:
+        super().__init__(bucket, kernels)
+        self.device = device = kernels.device
         self.map = BucketMap(bucket, BLOCK.value, device)
         segments = len(bucket.segments)
         self.settings = Upload(
@@ -91,6 +80,7 @@ class BucketPass:
             },
         )
         self.bases, self.counts = (torch.empty(self.map.blocks, dtype=torch.int32, device=device) for _ in range(2))
+        self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=device)  # of a step that the host makes
         self.max_candidates = -1
         self.make_room(0)
 
@@ -101,22 +91,28 @@ class BucketPass:
             self.positions = torch.empty(max(max_candidates, 1), dtype=torch.int32, device=self.device)
             self.values = torch.empty(max(max_candidates, 1), dtype=torch.float32, device=self.device)
 
-    def prepare(self, gradients: ListedGradients, scale: float, thresholds: Sequence[float] | np.ndarray) -> Form:
+    @property
+    def alike(self) -> bool:
+        """Whether all gradients enter the residual in the same way, as one pass needs."""
+        how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in self.accumulations]
+        return how.count(how[0]) == len(how)
+
+    def prepare(self, scale: float, thresholds: float | np.ndarray) -> Form:
         """Write the step's addresses, thresholds and numbers to `settings`, still to be sent; gradients are `alike`.
 
         Args:
-            gradients, scale: see `Kernels.accumulate`; gradients stay until the device has read them.
-            thresholds: smallest magnitude that makes a candidate, one a segment; infinity: none.
+            scale: see `Kernels.accumulate`.
+            thresholds: smallest magnitude that makes a candidate, of all segments or of each; infinity: none.
         """
-        host, feed, how = self.settings.host, RESIDUAL_FEED, gradients.accumulations[0]
-        host["gradients"][:] = addresses(gradients.arrays)
+        host, feed, how = self.settings.host, RESIDUAL_FEED, self.accumulations[0]
+        host["gradients"][:] = addresses(self.arrays)
         host["thresholds"][:] = thresholds
         host["numbers"][SCALE.value] = scale
         if isinstance(how, MomentumCorrection) and how.momentum:
             feed = NESTEROV_FEED if how.nesterov else MOMENTUM_FEED
             host["numbers"][MOMENTUM.value] = how.momentum
         elif isinstance(how, SharedMoment):
-            feed, every = SHARED_FEED, [each for each in gradients.accumulations if isinstance(each, SharedMoment)]
+            feed, every = SHARED_FEED, [each for each in self.accumulations if isinstance(each, SharedMoment)]
             host["numbers"][BOUND.value] = how.bound
             host["factors"][:] = np.ravel(
                 [(each.rows.data_ptr(), each.columns.data_ptr(), len(each.columns), each.offset) for each in every]
@@ -220,11 +216,11 @@ class TritonSender:
         self._header = wire.constants.copy()
         self._header["count"] = k
         self.min_magnitude, self._arrival = 0.0, Arrival(device)
-        self._under_way: tuple[BucketPass, bool] | None = None  # of the step that was started, and its `masks`
+        self._under_way: tuple[TritonGradients, bool] | None = None  # of the step that was started, and its `masks`
 
-    def takes(self, gradients: ListedGradients) -> bool:
+    def takes(self, gradients: TritonGradients) -> bool:
         """See `contract.Sender`."""
-        return alike(gradients)
+        return gradients.alike
 
     def start(self, gradients: Any, state: State, scale: float, threshold: float, step: int, masks: bool) -> None:
         """See `contract.Sender`.
@@ -233,28 +229,32 @@ class TritonSender:
         order, and the caller keeps ``p.grad``.
         """
         assert self._under_way is None, "finish comes before the next start"
-        taking: BucketPass = gradients.taking
-        taking.make_room(self.max_candidates)
+        gradients.make_room(self.max_candidates)
         self._header["step"] = step % 2**32
-        taking.settings.host["header"][:] = self._header.view(np.int32)
-        form = taking.prepare(gradients, scale, [threshold] * len(gradients.arrays))
+        gradients.settings.host["header"][:] = self._header.view(np.int32)
+        form = gradients.prepare(scale, threshold)
 
         def kernels() -> None:
-            taking.settings.send()
+            gradients.settings.send()
             self._board.zero_()
-            taking.launch(form, state, self._report, self._histogram)
-            self._select(taking)
-            self._write(taking.settings.device["header"], state, masks)
+            gradients.launch(form, state, self._report, self._histogram)
+            self._select(gradients)
+            self._write(gradients.settings.device["header"], state, masks)
             # on this stream: it takes a few microseconds, as long as the events that another one would need
             self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
 
-        others = (state.v, state.u, taking.positions, taking.counts)  # arguments that are not the sender's own memory
+        others = (
+            state.v,
+            state.u,
+            gradients.positions,
+            gradients.counts,
+        )  # arguments that are not the sender's own memory
         places = [0 if x is None else x.data_ptr() for x in others]
         with using(self.device):
             self._recorded.launch((form, masks, *places), kernels)
             self._arrival.record()
         gradients.arrays = [None] * len(gradients.arrays)
-        self._under_way = taking, masks
+        self._under_way = gradients, masks
 
     @property
     def ready(self) -> bool:
@@ -276,7 +276,7 @@ class TritonSender:
         sent = DeviceSentRecord(self._host_positions, self._positions, self._values, masked)
         return AccumulateResult(True, True, int(report[NOTED.value]), None), sent
 
-    def _select(self, taken: BucketPass) -> None:
+    def _select(self, taken: TritonGradients) -> None:
         k, max_candidates, blocks = self.wire.capacity, taken.max_candidates, taken.map.blocks
         thresholds = taken.settings.device["thresholds"]
         refine[(triton.cdiv(max_candidates, LIST_BLOCK.value),)](
