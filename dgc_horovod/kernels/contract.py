@@ -252,7 +252,7 @@ class Receiver(Protocol):
 
 
 class Kernels(Protocol):
-    """One backend on one device. All methods that change an array change it in place. Those of hosts have defaults."""
+    """One backend on one device. Methods change an array in place. By default it makes no whole steps."""
 
     name: str
     array_kind: str  # type of an Array, "numpy" or "torch"; torch backends also have from_dlpack and to_dlpack
