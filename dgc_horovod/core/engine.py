@@ -34,8 +34,8 @@ from dgc_horovod.kernels.contract import (
     Sender,
     SentRecord,
     SharedMoment,
-    joined,
 )
+from dgc_horovod.kernels.reference import joined
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
 
@@ -125,10 +125,8 @@ class BucketEngine:
         """
         assert self._sender is None and self._message is None, "message() of the step before comes first"
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
-        rule = RULES[self.config.rule]
-        looks = rule.wants_candidates and not self.bucket.uncompressed
-        workspace.records["threshold"] = workspace.predictor.thresholds if looks else math.inf
-        want_sums = rule.needs_sums and not self.bucket.uncompressed
+        if workspace.search.max_candidates:
+            workspace.search.ranges["threshold"] = workspace.predictor.thresholds
         self._step, self._round = step, 0
         if self._has_momentum:
             self.state.momentum()  # `clear` may have come after the gradients
@@ -138,8 +136,7 @@ class BucketEngine:
             sender.start(self.gradients, self.state, scale, workspace.predictor.thresholds[0], step, self._masks)
             self._sender = sender
             return
-        max_candidates = workspace.predictor.max_candidates if looks else 0
-        seen = self.kernels.accumulate(self.gradients, self.state, scale, workspace.records, max_candidates, want_sums)
+        seen = self.kernels.accumulate(self.gradients, self.state, scale, workspace.search)
         self._message = self._from_host(workspace, seen)
 
     @property
@@ -202,7 +199,7 @@ class BucketEngine:
         return joined(chosen)
 
     def _view(self, workspace: Workspace, number: int, candidates: Elements | None) -> ResidualView:
-        part, record = workspace.ranges[number], workspace.records[number]
+        part, record = workspace.ranges[number], workspace.search.ranges[number]
         if candidates is not None and len(workspace.ranges) > 1:
             low, high = np.searchsorted(candidates.positions, [part.place.start, part.place.stop])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])

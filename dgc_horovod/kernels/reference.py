@@ -13,6 +13,7 @@ import numpy as np
 from dgc_horovod.kernels.contract import (
     CHUNK,
     LANES,
+    NO_ELEMENTS,
     AccumulateResult,
     Accumulation,
     Array,
@@ -20,14 +21,23 @@ from dgc_horovod.kernels.contract import (
     ErrorFeedback,
     Kernels,
     MomentumCorrection,
+    Search,
     SharedMoment,
     State,
-    joined,
 )
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, NumpyCoder
 
 SIGN_STRIDE = 7919  # from the first sign of a row to that of the next
+
+
+def joined(parts: Sequence[Elements]) -> Elements:
+    """Concatenate the elements of several ranges, which are in ascending order."""
+    if not parts:
+        return NO_ELEMENTS
+    if len(parts) == 1:
+        return parts[0]
+    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
 
 
 def first_sign(row: Array, columns: int) -> Array:
@@ -122,15 +132,7 @@ class ComposedKernels(Kernels, Protocol):
     def gradients(self, bucket: Bucket) -> ListedGradients:
         return ListedGradients(bucket, self)
 
-    def accumulate(
-        self,
-        gradients: ListedGradients,
-        state: State,
-        scale: float,
-        ranges: np.ndarray,
-        max_candidates: int,
-        want_sums: bool,
-    ) -> AccumulateResult:
+    def accumulate(self, gradients: ListedGradients, state: State, scale: float, search: Search) -> AccumulateResult:
         finite = True
         for i, segment in enumerate(gradients.bucket.segments):
             gradient, accumulation = gradients.arrays[i], gradients.accumulations[i]
@@ -139,18 +141,17 @@ class ComposedKernels(Kernels, Protocol):
             self._accumulate(state, segment.place, gradient, accumulation, scale)
             gradients.arrays[i] = None
         found = []
-        for part in ranges:
+        for part in search.ranges:
             v = state.v[int(part["start"]) : int(part["start"] + part["numel"])]
-            if want_sums:
+            if search.wants_sums:
                 part["sum"], part["squares"] = self.sampled_sums(v)
             if part["threshold"] < np.inf:
                 positions, values = self.at_least(v, float(part["threshold"]))
                 found.append(Elements(positions + np.int32(part["start"]), values))
         candidates = joined(found)
-        num_candidates = candidates.positions.size
-        return AccumulateResult(
-            finite, self.all_finite(state.v), num_candidates, candidates if num_candidates <= max_candidates else None
-        )
+        count = candidates.positions.size
+        fitting = candidates if count <= search.max_candidates else None
+        return AccumulateResult(finite, self.all_finite(state.v), count, fitting)
 
     def _accumulate(self, state: State, here: slice, gradient: Array, accumulation: Accumulation, scale: float) -> None:
         v = state.v[here]

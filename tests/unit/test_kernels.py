@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable, ConfigError, UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.contract import CHUNK, RANGE, Elements, ErrorFeedback, MomentumCorrection, SharedMoment, State
+from dgc_horovod.kernels.contract import (
+    CHUNK,
+    RANGE,
+    Elements,
+    ErrorFeedback,
+    MomentumCorrection,
+    Search,
+    SharedMoment,
+    State,
+)  # fmt: skip
 from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.kernels.reference import ReferenceKernels, first_sign, summed_numel
@@ -122,7 +131,7 @@ def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=()):
         for i, part in enumerate(parts):
             gradients.put(i, part, feeds[i])
         outcome.append(gradients.squared_norm())
-        seen = kernels.accumulate(gradients, state, scale, ranges, room, moments)
+        seen = kernels.accumulate(gradients, state, scale, Search(ranges, room, moments))
         found = None if seen.candidates is None else [x.tobytes() for x in seen.candidates]
         outcome.append((seen.gradients_finite, seen.residual_finite, seen.num_candidates, found, ranges.tobytes()))
         outcome.append([as_numpy(kernels, x).tobytes() for x in arrays])

@@ -17,6 +17,7 @@ from dgc_horovod.kernels.contract import (
     Array,
     Elements,
     Kernels,
+    Search,
     State,
 )
 from dgc_horovod.kernels.native.library import (
@@ -123,40 +124,31 @@ class NativeKernels(NumpyArrays, Kernels):
     def gradients(self, bucket: Bucket) -> NativeGradients:
         return NativeGradients(bucket, self)
 
-    def accumulate(
-        self,
-        gradients: NativeGradients,
-        state: State,
-        scale: float,
-        ranges: np.ndarray,
-        max_candidates: int,
-        want_sums: bool,
-    ) -> AccumulateResult:
+    def accumulate(self, gradients: NativeGradients, state: State, scale: float, search: Search) -> AccumulateResult:
         if gradients.scratch is None:
-            gradients.scratch = Scratch(gradients.bucket.numel, len(ranges))
+            gradients.scratch = Scratch(gradients.bucket.numel, len(search.ranges))
         v, left = state.take()
         scratch, what = gradients.scratch, (gradients.table, state.u, scale, left)
-        bad = self._library.dgc_pass(*self._arguments(scratch, max_candidates, v, ranges, want_sums, *what))
+        bad = self._library.dgc_pass(*self._arguments(scratch, v, search, *what))
         gradients.arrays = [None] * len(gradients.arrays)
         return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
 
     def _arguments(
         self,
         scratch: Scratch,
-        max_candidates: int,
         v: np.ndarray,
-        ranges: np.ndarray,
-        want_sums: bool,
+        search: Search,
         segments: np.ndarray = NO_SEGMENTS,
         u: np.ndarray | None = None,
         scale: float = 1.0,
         left: Elements = NO_ELEMENTS,
     ) -> tuple[Any, ...]:
         """Return the arguments of `dgc_pass`: addresses, whose memory the caller keeps alive."""
-        scratch.make_room(max_candidates)
+        scratch.make_room(search.max_candidates)
         return (
-            address(v), address(u), address(segments), len(segments), scale, address(ranges), len(ranges),
-            *map(address, left), left.values.size, want_sums, address(scratch.found), self.threads,
+            address(v), address(u), address(segments), len(segments), scale, address(search.ranges),
+            len(search.ranges), *map(address, left), left.values.size, search.wants_sums, address(scratch.found),
+            self.threads,
         )  # fmt: skip
 
     def _range(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
@@ -179,7 +171,7 @@ class NativeKernels(NumpyArrays, Kernels):
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
         scratch, range_ = Scratch(x.size, 1), self._range(x, np.inf)
-        self._library.dgc_pass(*self._arguments(scratch, 0, x, range_, True))
+        self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, 0, True)))
         return float(range_["sum"][0]), float(range_["squares"][0])
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
@@ -188,9 +180,9 @@ class NativeKernels(NumpyArrays, Kernels):
     def at_least(self, x: np.ndarray, threshold: float) -> Elements:
         scratch, range_ = Scratch(x.size, 1), self._range(x, threshold)
         room = min(x.size, x.size // 16 + CHUNK)
-        self._library.dgc_pass(*self._arguments(scratch, room, x, range_, False))
+        self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, room, False)))
         if scratch.elements() is None:
-            self._library.dgc_pass(*self._arguments(scratch, scratch.count, x, range_, False))
+            self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, scratch.count, False)))
         found = scratch.elements()
         assert found is not None
         return found

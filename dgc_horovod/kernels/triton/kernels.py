@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
+from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, Search, State
 from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs, pairwise, sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import MATRIX_ROWS, chunk_sums, measure_rows
@@ -57,27 +57,19 @@ class TritonKernels(TorchEagerKernels):
     def gradients(self, bucket: Bucket) -> TritonGradients:
         return TritonGradients(bucket, self)
 
-    def accumulate(
-        self,
-        gradients: ListedGradients,
-        state: State,
-        scale: float,
-        ranges: np.ndarray,
-        max_candidates: int,
-        want_sums: bool,
-    ) -> AccumulateResult:
+    def accumulate(self, gradients: ListedGradients, state: State, scale: float, search: Search) -> AccumulateResult:
         assert isinstance(gradients, TritonGradients)
         if not gradients.alike:
-            return super().accumulate(gradients, state, scale, ranges, max_candidates, want_sums)
-        board = gradients.board
-        gradients.make_room(max_candidates)
+            return super().accumulate(gradients, state, scale, search)
+        board, ranges = gradients.board, search.ranges
+        gradients.make_room(search.max_candidates)
         board.zero_()
         range_of = np.searchsorted(ranges["start"], [part.start for part in gradients.bucket.segments], "right") - 1
         form = gradients.prepare(scale, ranges["threshold"][range_of])
         with using(self.device):
             gradients.settings.send()
             gradients.launch(form, state, board[:REPORT], board[REPORT:])
-        for part in ranges if want_sums else ():
+        for part in ranges if search.wants_sums else ():
             start = int(part["start"])
             part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])
         report = board[:REPORT].cpu().numpy()
