@@ -15,7 +15,7 @@ from benchmarks.netlab import lab, network
 from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, complete, deciles, markdown, read_results, slowest
 from dgc_horovod.exchange.contract import Round
-from dgc_horovod.planning import collectives as formulas
+from dgc_horovod.planning import cluster as formulas
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 
 FILE, TIMEOUT_SECONDS = RESULTS / "collectives.json", 900

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from dgc_horovod import envvars
 from dgc_horovod.core.bucketing import dense_values
+from dgc_horovod.core.budget import card_bytes
 from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite
@@ -322,7 +323,7 @@ def _who(exchange: OptimizerExchange) -> str:
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:
-    density, found = exchange.config.final_density, exchange.card_bytes()
+    density, found = exchange.config.final_density, card_bytes(exchange.specs, exchange.config, exchange.topology)
     if found <= budget:
         sizes = map(size, (found, budget))
         _log.info("dgc_horovod: a network card receives %s a step, budget %s, at density %g", *sizes, density)

@@ -1,4 +1,4 @@
-"""The exchanges as single messages, on links that carry one message after another: what checks `collectives`.
+"""The exchanges as single messages, on links that carry one message after another: what checks `planning.cluster`.
 
 Events are moments at which a message may leave, occupies a card, has arrived, has been added; each is the maximum of
 those that it waits for. A card carries one message at a time in each direction, those of an earlier turn first. What
@@ -13,8 +13,7 @@ import functools
 import numpy as np
 
 from dgc_horovod.exchange.contract import ALL, ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
-from dgc_horovod.planning.cluster import Cluster, Machine
-from dgc_horovod.planning.collectives import CYCLES_WAITED, NEGOTIATION, SIZES, participants
+from dgc_horovod.planning.cluster import CYCLES_WAITED, NEGOTIATION, SIZES, Cluster, Machine, participants
 from dgc_horovod.planning.cost_model import Traffic
 
 Times = np.ndarray  # seconds, float64, one for each worker

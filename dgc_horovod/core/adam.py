@@ -72,7 +72,6 @@ class AdamStep:
         """
         moment = self.moments[name]
         moment.take(square, steps, b2)
-        self.moments.refresh(name)
         if name in self._place:
             engine, i = self._place[name]
             segment, (rows, columns) = engine.bucket.segments[i], moment.factors(eps)

@@ -34,10 +34,6 @@ class BucketState(State):
         self._kernels.fill_zero(self.v)
         self.u = self.remainder = None
 
-    def drop_residual(self) -> None:
-        """Set the residual to zero."""
-        self._kernels.fill_zero(self.v)
-
     def release_remainder(self) -> None:
         """Add the remainder to the residual."""
         if self.remainder is not None:

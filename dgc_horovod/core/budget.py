@@ -20,18 +20,15 @@ LEAST_DENSITY = 1e-4  # below it an element is sent less than once in ten thousa
 _HALVINGS, _DIGITS = 30, 3
 
 
-def card_bytes(
-    specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology, workers_a_card: int | None = None
-) -> int:
+def card_bytes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> int:
     """Bytes that a node's network card receives at a step, after the warm-up.
 
     Args:
         specs: name and shape of every tensor, in the model's order.
         config: compression settings.
         topology: workers and nodes; the rank does not matter.
-        workers_a_card: number of workers behind one card; None: the workers of a node of `topology`.
     """
-    card = topology.workers, workers_a_card or topology.node_size
+    card = topology.workers, topology.node_size
     return sum(through_card(each, *card) for bucket in rounds_of(specs, config, topology) for each in bucket)
 
 

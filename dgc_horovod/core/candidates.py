@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dgc_horovod.kernels.composed import summed_numel
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels
+from dgc_horovod.kernels.reference import summed_numel
 
 _WORTHWHILE = 1 / 8  # share of a range: if more is sent, candidates save nothing
 _AIM, _MOST_AIM = 1.35, 3.0  # candidates per selected element

@@ -34,12 +34,10 @@ from dgc_horovod.kernels.contract import (
     Sender,
     SentRecord,
     SharedMoment,
-    joined,
 )
+from dgc_horovod.kernels.reference import joined
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
-
-_ENCODING = 2**31  # stands for the index of a range, for codecs that round at random
 
 
 class BucketEngine:
@@ -127,10 +125,8 @@ class BucketEngine:
         """
         assert self._sender is None and self._message is None, "message() of the step before comes first"
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
-        rule = RULES[self.config.rule]
-        looks = rule.wants_candidates and not self.bucket.uncompressed
-        workspace.records["threshold"] = workspace.predictor.thresholds if looks else math.inf
-        want_sums = rule.needs_sums and not self.bucket.uncompressed
+        if workspace.search.max_candidates:
+            workspace.search.ranges["threshold"] = workspace.predictor.thresholds
         self._step, self._round = step, 0
         if self._has_momentum:
             self.state.momentum()  # `clear` may have come after the gradients
@@ -140,8 +136,7 @@ class BucketEngine:
             sender.start(self.gradients, self.state, scale, workspace.predictor.thresholds[0], step, self._masks)
             self._sender = sender
             return
-        max_candidates = workspace.predictor.max_candidates if looks else 0
-        seen = self.kernels.accumulate(self.gradients, self.state, scale, workspace.records, max_candidates, want_sums)
+        seen = self.kernels.accumulate(self.gradients, self.state, scale, workspace.search)
         self._message = self._from_host(workspace, seen)
 
     @property
@@ -204,7 +199,7 @@ class BucketEngine:
         return joined(chosen)
 
     def _view(self, workspace: Workspace, number: int, candidates: Elements | None) -> ResidualView:
-        part, record = workspace.ranges[number], workspace.records[number]
+        part, record = workspace.ranges[number], workspace.search.ranges[number]
         if candidates is not None and len(workspace.ranges) > 1:
             low, high = np.searchsorted(candidates.positions, [part.place.start, part.place.stop])
             candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
@@ -219,8 +214,7 @@ class BucketEngine:
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
         flags |= (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
-        draw = partial(self._generator, _ENCODING)
-        sending = workspace.exchange.begin(elements, flags, self._step, draw)
+        sending = workspace.exchange.begin(elements, flags, self._step)
         count = sending.elements.values.size
         masked = workspace.masked[:count] if self._masks else None
         self._sent = HostSentRecord(self.kernels, sending.elements, masked)

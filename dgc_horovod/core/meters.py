@@ -37,18 +37,13 @@ class Meters:
         self._advice, self._lock = advice.Compression(), threading.Lock()
         counts.buckets = weakref.WeakMethod(self.bucket_stats)
 
-    def compressing(self, engine: BucketEngine, scale: float) -> None:
-        """Record that the gradients of a bucket, times `scale`, are about to be accumulated."""
-        self.diagnostics.before(engine, scale)
-        self.of[engine].begins()
-
-    def launched(self, engine: BucketEngine) -> None:
-        """Record that the compression of a bucket is under way, on a device, or made."""
-        self.of[engine].launched()
-
-    def awaiting(self, engine: BucketEngine) -> None:
-        """Record that the message of a bucket is about to be waited for."""
-        self.of[engine].begins()
+    @contextmanager
+    def timing(self, engine: BucketEngine, what: str) -> Iterator[None]:
+        """Add the seconds inside to "compressing" or "decoding", of the exchange and of the bucket."""
+        began = time.perf_counter()
+        with self.counts.traffic.timing(what):
+            yield
+        self.of[engine].spent(what, began)
 
     def compressed(self, engine: BucketEngine, message: Message) -> None:
         """Record that `message` is about to be sent."""
@@ -58,27 +53,10 @@ class Meters:
             if not engine.bucket.uncompressed:
                 self.counts.offered += engine.bucket.numel
                 self.counts.selected += message.count
-        self._count(engine, message.round)
+        self.count(engine, message.round)
 
-    def decoding(self, engine: BucketEngine) -> None:
-        """Record that a received buffer is about to be decoded."""
-        self.of[engine].begins()
-
-    def received(self, engine: BucketEngine, sends: bool) -> None:
-        """Record that a received buffer is decoded; `sends`: another round follows."""
-        if sends:
-            self._count(engine, engine.round)
-        self.of[engine].decoded()
-
-    def aggregated(self, engine: BucketEngine) -> None:
-        """Record that the elements of all ranks are summed, or that a device has begun to."""
-        self.of[engine].decoded()
-
-    def settled(self, engine: BucketEngine) -> None:
-        """Record that the update is complete."""
-        self.diagnostics.settled(engine)
-
-    def _count(self, engine: BucketEngine, collective: Round) -> None:
+    def count(self, engine: BucketEngine, collective: Round) -> None:
+        """Count the bytes of a round of a bucket, which is about to begin."""
         place, traffic = engine.topology, self.counts.traffic
         workers = {ALL: place.workers, BETWEEN: place.nodes, INSIDE: place.node_size}[collective.group]
         received = collective.received(workers)
@@ -122,11 +100,15 @@ class Diagnostics:
     """
 
     def __init__(self, seconds: float = _SECONDS) -> None:
-        self._seconds, self.next_look, self._cost = seconds, 0.0, 0.0
+        self._seconds, self.next_look = seconds, 0.0
+        self._lock = threading.Lock()  # buckets may be compressed by several threads
+        self._begin()
+
+    def _begin(self) -> None:
         self._looks: bool | None = None  # whether the present step is sampled; None: it has not begun
         self._gradient = self._residual = self._entered = 0.0  # sums of squares; _entered: of residual increments
         self._pairs = self._all_pairs = 0  # pairs of ranks with a common element; their number at full overlap
-        self._lock = threading.Lock()  # buckets may be compressed by several threads
+        self._cost = 0.0
 
     def before(self, engine: BucketEngine, scale: float) -> None:
         """Sample the gradients of `engine`, times `scale`, before accumulation. Cost: one read in a sampled step."""
@@ -179,9 +161,7 @@ class Diagnostics:
                 figures["overlap"] = self._pairs / self._all_pairs
         if self._looks:
             self.next_look = time.perf_counter() + max(self._seconds, self._cost / _SHARE)
-        self._looks, self._cost = None, 0.0
-        self._gradient = self._residual = self._entered = 0.0
-        self._pairs = self._all_pairs = 0
+        self._begin()
         return figures
 
     @contextmanager
@@ -192,50 +172,33 @@ class Diagnostics:
             self._cost += time.thread_time() - start
 
 
-class _Recent:
-    """A ring buffer of the last `_SAMPLED` numbers."""
-
-    def __init__(self) -> None:
-        self._kept, self._seen = np.zeros(_SAMPLED, np.int64), 0
-
-    def add(self, numbers: np.ndarray) -> None:
-        """Replace the oldest entries by `numbers`, at most `_SAMPLED`."""
-        self._kept[(self._seen + np.arange(numbers.size)) % _SAMPLED] = numbers
-        self._seen += numbers.size
-
-    @property
-    def kept(self) -> np.ndarray:
-        return self._kept[: self._seen].copy()
-
-
 class BucketMeter:
     """The counts of one bucket.
 
     Args:
         engine: engine of the bucket.
+
+    Attributes:
+        waits: staleness of the elements sent last, in steps since they were sent before: at most 4,096 samples.
     """
 
     def __init__(self, engine: BucketEngine) -> None:
         self._engine = engine
         self._shift = max(0, (engine.bucket.numel - 1) // _SAMPLED).bit_length()  # every 2^shift-th element
         self._sent_at = np.zeros(((engine.bucket.numel - 1) >> self._shift) + 1, np.int64)
-        self._waits = _Recent()
+        self.waits = np.empty(0, np.int64)
         self._selected = self._nbytes = self._steps = 0
-        self._compressing = self._exchanging = self._decoding = 0.0
-        self._since, self._waited = time.perf_counter(), 0.0
+        self._seconds, self._until = {"compressing": 0.0, "exchanging": 0.0, "decoding": 0.0}, time.perf_counter()
 
-    def begins(self) -> None:
-        """Record the begin of compression, of a wait for its message, or of decoding."""
-        now = time.perf_counter()
-        self._since, self._waited = now, now - self._since
-
-    def launched(self) -> None:
-        """Record that the host has done its part of compression."""
-        self._compressing += self._lap()
+    def spent(self, what: str, began: float) -> None:
+        """Count the seconds since `began` as `what`; those before a decoding are of the exchange."""
+        if what == "decoding":
+            self._seconds["exchanging"] += began - self._until
+        self._until = time.perf_counter()
+        self._seconds[what] += self._until - began
 
     def compressed(self, message: Message) -> None:
         """Record that `message` is about to be sent."""
-        self._compressing += self._lap()
         self._steps += 1
         self._selected = message.count
         self._nbytes = sum(collective.nbytes for collective in self._engine.exchange.rounds)
@@ -243,23 +206,8 @@ class BucketMeter:
             sampled = self._engine.sent_positions
             sampled = sampled[sampled & ((1 << self._shift) - 1) == 0]
             places = sampled >> self._shift
-            self._waits.add(self._steps - self._sent_at[places])
+            self.waits = np.concatenate([self.waits, self._steps - self._sent_at[places]])[-_SAMPLED:]
             self._sent_at[places] = self._steps
-
-    @property
-    def waits(self) -> np.ndarray:
-        """Staleness of the elements sent last, in steps since they were sent before: at most 4,096 samples."""
-        return self._waits.kept
-
-    def decoded(self) -> None:
-        """Record the end of decoding."""
-        self._exchanging += self._waited
-        self._decoding += self._lap()
-
-    def _lap(self) -> float:
-        now = time.perf_counter()
-        since, self._since = self._since, now
-        return now - since
 
     def stats(self) -> dict[str, float]:
         """Return the counts as a dict.
@@ -280,9 +228,9 @@ class BucketMeter:
             "threshold": engine.threshold,
             "residual_norm": math.sqrt(engine.kernels.sums(engine.state.v)[1]),
             "age": self._age(),
-            "compress_seconds": self._compressing,
-            "exchange_seconds": self._exchanging,
-            "decode_seconds": self._decoding,
+            "compress_seconds": self._seconds["compressing"],
+            "exchange_seconds": self._seconds["exchanging"],
+            "decode_seconds": self._seconds["decoding"],
         }
 
     def _age(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from dgc_horovod.config import RULES, DGCConfig, clip_limit
 from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
-from dgc_horovod.core.budget import card_bytes, within_budget
+from dgc_horovod.core.budget import within_budget
 from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.meters import Meters
@@ -21,8 +21,16 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, Kernels
 from dgc_horovod.schedule import density_at
-from dgc_horovod.state.parts import is_flushed, refuse_missing
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState, combining, released
+from dgc_horovod.state.parts import is_flushed
+from dgc_horovod.state.residual_state import (
+    FROZEN_SINCE,
+    MOMENTUM,
+    RESIDUAL,
+    Arrays,
+    ResidualState,
+    combining,
+    released,
+)
 from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic
 from dgc_horovod.wire.bucket import PADDING
 
@@ -106,10 +114,6 @@ class OptimizerExchange:
         """Tensors on the sparse path."""
         return [name for name in self.numel if self.is_compressed(name)]
 
-    def card_bytes(self) -> int:
-        """`budget.card_bytes` of these tensors."""
-        return card_bytes(self.specs, self.config, self.topology)
-
     def density(self) -> float:
         """Return the density of the present step."""
         return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
@@ -122,7 +126,7 @@ class OptimizerExchange:
     def drop_residuals(self) -> None:
         """Set the residuals to zero, after a dense step that is not applied."""
         for engine in self.engines:
-            engine.state.drop_residual()
+            engine.kernels.fill_zero(engine.state.v)
 
     def begin(self) -> None:
         """Begin a step; roll back the one before if it was not ended."""
@@ -152,15 +156,13 @@ class OptimizerExchange:
         """
         self.adam.scale = scale = clip / loss_scale
         self.ending.begin()
-        self.meters.compressing(engine, scale)
-        with self.counts.traffic.timing("compressing"):
+        self.meters.diagnostics.before(engine, scale)
+        with self.meters.timing(engine, "compressing"):
             engine.begin_compress(scale, self.steps, self.density())
-        self.meters.launched(engine)
 
     def message(self, engine: BucketEngine) -> Message:
         """`BucketEngine.message`; the time until it is called is not counted as compression."""
-        self.meters.awaiting(engine)
-        with self.counts.traffic.timing("compressing"):
+        with self.meters.timing(engine, "compressing"):
             message = engine.message()
         self.meters.compressed(engine, message)
         return message
@@ -172,24 +174,22 @@ class OptimizerExchange:
             engine: engine of this exchange.
             received: result of the round, see `BucketEngine.receive`.
         """
-        self.meters.decoding(engine)
-        with self.counts.traffic.timing("decoding"):
+        with self.meters.timing(engine, "decoding"):
             buffer = engine.receive(received)
-        self.meters.received(engine, sends=buffer is not None)
+        if buffer is not None:
+            self.meters.count(engine, engine.round)
         return buffer
 
     def aggregate(self, engine: BucketEngine, loss_scale: float = 1.0) -> None:
         """`BucketEngine.aggregate_into`, after the last round; `loss_scale` as in `compress`."""
-        self.meters.decoding(engine)
-        with self.counts.traffic.timing("decoding"):
-            engine.aggregate_into(self.mean_scale * loss_scale)
-        self.meters.aggregated(engine)
+        with self.meters.timing(engine, "decoding"):
+            engine.aggregate_into((1 / self.topology.nodes if self.averages else 1.0) * loss_scale)
 
     def settle(self, engine: BucketEngine) -> bool:
         """`BucketEngine.settle`, after `aggregate` of all buckets; return whether gradients and update are finite."""
         with self.counts.traffic.timing("decoding"):
             finite = engine.settle() and engine.outcome.finite
-        self.meters.settled(engine)
+        self.meters.diagnostics.settled(engine)
         return finite
 
     def clip_factor(self, other_squares: float = 0.0) -> float:
@@ -225,11 +225,6 @@ class OptimizerExchange:
     def ranks_in_join(self) -> int:
         """Number of ranks in join at the last step, as its messages say; the same on every rank."""
         return self.engines[0].outcome.ranks_in_join if self.engines else 0
-
-    @property
-    def mean_scale(self) -> float:
-        """Factor of the sum over nodes: 1/M for the mean, else 1."""
-        return 1 / self.topology.nodes if self.averages else 1.0
 
     def end(self, updates: bool, others: bool = True, loss_scale: Callable[[], float] = unscaled) -> bool:
         """End the step; return whether it may be applied, the same on every rank. For arguments see `Ending.judge`."""
@@ -376,7 +371,8 @@ class OptimizerExchange:
         ours_to_keep += [name for name in self.layout.dense if name in state.tensors]
         missing = [name for name in ours_to_keep if RESIDUAL not in state.tensors.get(name, {})]
         if missing and state.tensors and not anew:
-            refuse_missing(missing)
+            names = ", ".join(map(repr, missing[:3]))
+            raise CheckpointError(f"there are no residuals of {names}: {FROZEN_SINCE}")
 
     def stats(self) -> dict[str, Any]:
         """Return counters, figures of the last sampled step, and under ``buckets`` the counts of every bucket."""

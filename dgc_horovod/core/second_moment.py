@@ -47,20 +47,27 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Moment:
-    """The second moment of one tensor, the same on every rank.
+    """The second moment of one tensor, the same on every rank, and the factors of its gradient in this rank's passes.
 
     Args:
         shape: shape of the tensor, of at least one element.
         gradients: M >= 1, number of gradients that are combined, of ranks or of nodes.
         averages: whether they are averaged or summed.
+        number: index of the tensor; it decides at which steps the tensor is measured.
 
     Attributes:
         values: all values, float64: M (above), number of measurements in the averages, Adam's steps so far, the last
             step's learning rate (0: no step), R and C.
+        feed: how the gradient enters the residual; None before the first gradient.
+        b2, eps: Adam's, of the present step.
     """
 
-    def __init__(self, shape: Sequence[int], gradients: int, averages: bool) -> None:
-        self.numel, (self.a, self.b) = math.prod(shape), matrix_of(shape)
+    def __init__(self, shape: Sequence[int], gradients: int, averages: bool, number: int = 0) -> None:
+        self.number, self.numel, (self.a, self.b) = number, math.prod(shape), matrix_of(shape)
+        self.feed: SharedMoment | None = None
+        self.kernels: Kernels | None = None  # of the feed
+        self._factors: Array = None  # of rows, then of columns, which the feed has
+        self.b2 = self.eps = 0.0
         self._gradients, self._sum = gradients, 1 if averages else gradients  # stock Adam sees the sum of so many
         self.values = np.zeros(_NUMBERS + self.a + self.b)
         self.rows, self.columns = self.values[_NUMBERS:][: self.a], self.values[_NUMBERS + self.a :]
@@ -72,10 +79,6 @@ class Moment:
     def steps(self) -> int:
         """Adam's steps so far."""
         return int(self.values[_STEPS])
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        self.values[_STEPS] = count
 
     def fading(self, rate: float) -> float:
         """Return the factor of the residual in a step with learning rate `rate`, in [0, 1]; remember the rate."""
@@ -126,46 +129,40 @@ class Moment:
         matrix = whole.reshape(self.a, self.b) / self._sum**2
         self.rows[:], self.columns[:] = matrix.sum(1) / self._per_row, matrix.sum(0) / self._per_column
         self.values[[_MEAN, _SAMPLES, _STEPS]] = self.rows.mean(), max(steps // INTERVAL, bool(steps)), steps
+        self.refresh()
 
-    def learn(self, told: np.ndarray, b2: float) -> None:
+    def learn(self, told: np.ndarray) -> None:
         """Learn from a measurement: sums of squares by row and by column, and sums of products, means over ranks."""
         rows, columns = told[: self.a] / self._per_row, told[self.a :][: self.b] / self._per_column
         mean = np.square(told[self.a + self.b :]).sum() / self.numel
         if not (np.isfinite(told).all() and math.isfinite(mean)):
             return
-        keep = b2**INTERVAL
+        keep = self.b2**INTERVAL
         self.values[_SAMPLES] += 1
         share = (1 - keep) / (1 - keep ** self.values[_SAMPLES])
         self.values[_MEAN] += share * (mean - self.values[_MEAN])
         for average, x in ((self.rows, rows), (self.columns, columns)):
             average *= 1 - share
             average += share * x
-
-
-class _Tensor:
-    """A tensor, its moment, and the factors of its gradient in this rank's passes."""
-
-    def __init__(self, number: int, moment: Moment) -> None:
-        self.number, self.moment = number, moment
-        self.feed: SharedMoment | None = None  # set at the first gradient
-        self.factors: Array = None  # of rows, then of columns, which the feed has
-        self.kernels: Kernels | None = None
-        self.b2 = self.eps = 0.0
-
-    @property
-    def size(self) -> int:
-        """Number of values in a measurement of the tensor."""
-        return self.moment.a + self.moment.b + POOLS
+        self.refresh()
 
     def know(self, values: np.ndarray | float) -> None:
-        """Set `Moment.values`."""
-        self.moment.values[:] = values
+        """Set `values`."""
+        self.values[:] = values
         self.refresh()
+
+    def fed_to(self, kernels: Kernels, offset: int) -> SharedMoment:
+        """Return the feed, made at the first call; for arguments see `SecondMoments.feed`."""
+        if self.feed is None:
+            self.kernels, self._factors = kernels, kernels.new(self.a + self.b)
+            self.feed = SharedMoment(self._factors[: self.a], self._factors[self.a :], BOUND, offset)
+            self.refresh()
+        return self.feed
 
     def refresh(self) -> None:
         """Update the factors for the next passes."""
-        if self.feed is not None and self.kernels is not None:
-            self.kernels.write(self.factors, np.concatenate(self.moment.factors(self.eps)).astype(np.float32))
+        if self.kernels is not None:
+            self.kernels.write(self._factors, np.concatenate(self.factors(self.eps)).astype(np.float32))
 
 
 class SecondMoments:
@@ -182,30 +179,29 @@ class SecondMoments:
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], seed: int, gradients: int, averages: bool) -> None:
         self._seed = seed
-        moments = {name: Moment(shape, gradients, averages) for name, shape in shapes.items()}
-        self._tensors = {name: _Tensor(i, moment) for i, (name, moment) in enumerate(moments.items())}
+        self._moments = {name: Moment(shapes[name], gradients, averages, i) for i, name in enumerate(shapes)}
         self._measured: dict[str, tuple[Kernels, Array, int]] = {}
         self._signs: tuple[int, dict[str, np.ndarray]] | None = None  # step, and signs by tensor
 
     def __getitem__(self, name: str) -> Moment:
-        return self._tensors[name].moment
+        return self._moments[name]
 
     @property
     def known(self) -> bool:
         """Whether any tensor's moment is known."""
-        return any(x.moment.known for x in self._tensors.values())
+        return any(moment.known for moment in self._moments.values())
 
     @property
     def squares(self) -> float:
         """Sum of `Moment.squares` over all tensors."""
-        return sum(x.moment.squares for x in self._tensors.values())
+        return sum(moment.squares for moment in self._moments.values())
 
     def begin(self, name: str, b2: float, eps: float) -> None:
         """Set Adam's b2 and eps of a tensor for the present step."""
-        tensor = self._tensors[name]
-        changed, tensor.b2, tensor.eps = tensor.eps != eps, b2, eps
+        moment = self._moments[name]
+        changed, moment.b2, moment.eps = moment.eps != eps, b2, eps
         if changed:
-            tensor.refresh()
+            moment.refresh()
 
     def feed(self, name: str, kernels: Kernels, offset: int) -> SharedMoment:
         """Return how the gradient of a tensor enters the residual.
@@ -215,50 +211,39 @@ class SecondMoments:
             kernels: backend that holds the tensor.
             offset: index in the tensor of the first element that this rank keeps.
         """
-        tensor = self._tensors[name]
-        if tensor.feed is None:
-            tensor.kernels = kernels
-            a, b = tensor.moment.a, tensor.moment.b
-            tensor.factors = kernels.new(a + b)
-            tensor.feed = SharedMoment(tensor.factors[:a], tensor.factors[a:], BOUND, offset)
-            tensor.refresh()
-        return tensor.feed
-
-    def refresh(self, name: str) -> None:
-        """Update the factors of a tensor after a change of its moment."""
-        self._tensors[name].refresh()
+        return self._moments[name].fed_to(kernels, offset)
 
     # -- measurements
 
     def due(self, step: int) -> list[str]:
         """Return the tensors to measure at a step of the exchange, all at step 0; the same on every rank."""
-        return [name for name in self._tensors if self.is_due(name, step)]
+        return [name for name in self._moments if self.is_due(name, step)]
 
     def is_due(self, name: str, step: int) -> bool:
         """Return whether a tensor is to be measured, by the step only: one rank alone may have loaded a moment."""
-        return step == 0 or self._tensors[name].number % INTERVAL == step % INTERVAL
+        return step == 0 or self._moments[name].number % INTERVAL == step % INTERVAL
 
     def measure(self, name: str, gradient: Array, step: int) -> None:
         """Measure this rank's gradient of a tensor that has a feed, and is due.
 
         Cost: one read of the gradient.
         """
-        tensor = self._tensors[name]
-        assert tensor.kernels is not None and tensor.feed is not None
-        signs = tensor.kernels.from_host(self._signs_of(name, step))
-        found = tensor.kernels.measure(gradient, tensor.feed.offset, signs)
-        self._measured[name] = tensor.kernels, found, tensor.feed.offset // tensor.moment.b
+        moment = self._moments[name]
+        assert moment.kernels is not None and moment.feed is not None
+        signs = moment.kernels.from_host(self._signs_of(name, step))
+        found = moment.kernels.measure(gradient, moment.feed.offset, signs)
+        self._measured[name] = moment.kernels, found, moment.feed.offset // moment.b
 
     def _signs_of(self, name: str, step: int) -> np.ndarray:
         """Return the signs of a tensor; they are drawn for all due tensors at once, while the code is in the cache."""
         if self._signs is None or self._signs[0] != step:
-            self._signs = step, {due: self._drawn(self._tensors[due], step) for due in self.due(step)}
+            self._signs = step, {due: self._drawn(self._moments[due], step) for due in self.due(step)}
         return self._signs[1][name]
 
-    def _drawn(self, tensor: _Tensor, step: int) -> np.ndarray:
-        seeds = self._seed, tensor.number, step
-        drawn = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds))).bytes(tensor.moment.b // 4 + 1)
-        bits = np.unpackbits(np.frombuffer(drawn, np.uint8), count=2 * tensor.moment.b)
+    def _drawn(self, moment: Moment, step: int) -> np.ndarray:
+        seeds = self._seed, moment.number, step
+        drawn = np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds))).bytes(moment.b // 4 + 1)
+        bits = np.unpackbits(np.frombuffer(drawn, np.uint8), count=2 * moment.b)
         return bits * np.float32(2) - np.float32(1)
 
     def message(self, step: int, scale: float) -> np.ndarray:
@@ -272,8 +257,7 @@ class SecondMoments:
         """
         told, measured = [], self._fetched()
         for name in self.due(step):
-            tensor = self._tensors[name]
-            rows, columns, pools = (np.zeros(n) for n in (tensor.moment.a, tensor.moment.b, POOLS))
+            rows, columns, pools = (np.zeros(n) for n in (self[name].a, self[name].b, POOLS))
             if name in measured:
                 numbers, b = measured[name].astype(np.float64), columns.size
                 first = self._measured[name][2]
@@ -302,14 +286,13 @@ class SecondMoments:
         """
         at = 0
         for name in self.due(step):
-            tensor = self._tensors[name]
-            told = summed[at : at + tensor.size].astype(np.float64)
-            at += tensor.size
+            size = self[name].a + self[name].b + POOLS
+            told = summed[at : at + size].astype(np.float64)
+            at += size
             if senders:
-                tensor.moment.learn(told / senders, tensor.b2)
-                tensor.refresh()
-        for tensor in self._tensors.values():
-            tensor.moment.steps += 1
+                self[name].learn(told / senders)
+        for moment in self._moments.values():
+            moment.values[_STEPS] += 1
 
     def drop(self) -> None:
         """Discard the measurements of the present step."""
@@ -320,34 +303,35 @@ class SecondMoments:
     def clear(self) -> None:
         """Set all moments to zero."""
         self.drop()
-        for name in self._tensors:
+        for name in self._moments:
             self.forget(name)
 
     def forget(self, name: str) -> None:
         """Set the moment of a tensor to zero."""
-        self._tensors[name].know(0.0)
+        self._moments[name].know(0.0)
 
     def rescale(self, factor: float) -> None:
         """Scale the moments as if the gradients had been `factor` times as large."""
-        for tensor in self._tensors.values():
-            values = tensor.moment.values * factor**2
-            kept = [_SAMPLES, _STEPS, _RATE]
-            values[kept] = tensor.moment.values[kept]
-            tensor.know(values)
+        for moment in self._moments.values():
+            values, kept = moment.values * factor**2, [_SAMPLES, _STEPS, _RATE]
+            values[kept] = moment.values[kept]
+            moment.know(values)
 
     def saved(self) -> dict[str, np.ndarray]:
         """Copy the values by tensor, the same on every rank; empty if nothing is known."""
-        return {name: x.moment.values.copy() for name, x in self._tensors.items()} if self.known else {}
+        return {name: moment.values.copy() for name, moment in self._moments.items()} if self.known else {}
 
     def packed(self) -> np.ndarray:
         """Return all values as one vector for `unpack`, of one size on all ranks."""
-        return np.concatenate([x.moment.values for x in self._tensors.values()] or [np.empty(0)])
+        return np.concatenate([moment.values for moment in self._moments.values()] or [np.empty(0)])
 
     def unpack(self, values: np.ndarray) -> None:
         """Set all values from the `packed` vector of another rank."""
-        sizes = [x.moment.values.size for x in self._tensors.values()]
-        for tensor, part in zip(self._tensors.values(), np.split(values, np.cumsum(sizes)[:-1]), strict=False):
-            tensor.know(part)
+        at = 0
+        for moment in self._moments.values():
+            size = moment.values.size
+            moment.know(values[at : at + size])
+            at += size
 
     def check_fits(self, saved: Mapping[str, np.ndarray]) -> None:
         """Raise CheckpointError unless `load` can take `saved`."""
@@ -362,12 +346,12 @@ class SecondMoments:
         """Set all values from `saved`; moments that are missing become zero."""
         self.clear()
         for name, values, _ in self._found(saved):
-            self._tensors[name].know(values)
+            self[name].know(values)
 
     def _found(self, saved: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray, Moment]]:
         """Yield name, saved values and moment of each tensor that `saved` has; earlier versions saved no rate."""
         for name, values in saved.items():
-            if name in self._tensors:
+            if name in self._moments:
                 moment = self[name]
                 earlier = values.size == moment.values.size - 1
                 yield name, np.insert(values, _RATE, 0.0) if earlier else values, moment

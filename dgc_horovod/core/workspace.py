@@ -13,7 +13,7 @@ from dgc_horovod.core.candidates import ThresholdPredictor
 from dgc_horovod.exchange.choose import choose
 from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
 from dgc_horovod.exchange.hierarchical import HierarchicalExchange, Topology, rounds_of
-from dgc_horovod.kernels.contract import RANGE, Elements, Kernels, State
+from dgc_horovod.kernels.contract import RANGE, Elements, Kernels, Search, State
 from dgc_horovod.wire.bucket import Bucket, SelectionRange
 from dgc_horovod.wire.packet import PacketFormat
 
@@ -116,23 +116,21 @@ class Workspace:
         self.density = density
         self.ranges, wire, exchange, _ = message_spec(bucket, config, density, topology)
         self.capacity = wire.capacity
-        self.exchange = self._made(exchange, bucket, wire, kernels, topology)
+        slices = bucket.slices(topology.node_size)
+        self.exchange: Exchange = (
+            exchange(bucket, wire, kernels, topology.workers)
+            if len(slices) == 1
+            else HierarchicalExchange(slices, topology.local_rank, wire, kernels, topology.nodes, exchange)
+        )
         self.exchange.adopt(topology.node, state)
         numels, ks = [part.numel for part in self.ranges], [part.k for part in self.ranges]
         self.predictor = ThresholdPredictor(numels, ks, config.threshold)
-        self.records = np.zeros(len(self.ranges), RANGE)  # the ranges as kernels read them
-        self.records["start"] = [part.start for part in self.ranges]
-        self.records["numel"] = numels
-        alone = RULES[config.rule].on_device and len(self.ranges) == 1 and not bucket.uncompressed
-        looks = self.predictor.max_candidates > 0
-        self.sender = self.exchange.sender(self.predictor.max_candidates) if alone and looks else None
+        records, rule = np.zeros(len(self.ranges), RANGE), RULES[config.rule]  # the ranges as kernels read them
+        records["start"], records["numel"] = [part.start for part in self.ranges], numels
+        records["threshold"] = np.inf
+        looks = rule.wants_candidates and not bucket.uncompressed
+        max_candidates = self.predictor.max_candidates if looks else 0
+        self.search = Search(records, max_candidates, rule.needs_sums and not bucket.uncompressed)
+        alone = rule.on_device and len(self.ranges) == 1
+        self.sender = self.exchange.sender(max_candidates) if alone and max_candidates else None
         self.masked = np.empty(wire.capacity, np.float32)
-
-    @staticmethod
-    def _made(
-        exchange: type[FlatExchange], bucket: Bucket, wire: PacketFormat, kernels: Kernels, topology: Topology
-    ) -> Exchange:
-        if topology.node_size == 1:
-            return exchange(bucket, wire, kernels, topology.workers)
-        slices = bucket.slices(topology.node_size)
-        return HierarchicalExchange(slices, topology.local_rank, wire, kernels, topology.nodes, exchange)

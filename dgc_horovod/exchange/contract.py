@@ -11,8 +11,7 @@ import numpy as np
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
 from dgc_horovod.stats import ring_received
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs import Draw
-from dgc_horovod.wire.packet import PacketFormat, undrawn
+from dgc_horovod.wire.packet import PacketFormat
 
 ALLGATHER, ALLREDUCE, ALLTOALL = "allgather", "allreduce", "alltoall"
 # Groups of workers: all workers; the workers of equal local rank, one from each node; the workers of one node
@@ -159,18 +158,19 @@ class Exchange(Protocol):
             rank: index of this worker among those that exchange the bucket, 0 <= rank < workers.
             state: state of the bucket, or slice; an exchange changes only its `remainder`.
         """
+        return
 
     def sender(self, max_candidates: int) -> Sender | None:
         """Return the device code that writes the first buffer from at most `max_candidates` candidates, or None."""
+        return None
 
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
         """Encode the message of the first round.
 
         Args:
             elements: selected elements, ascending; at most the capacity of the wire format. Fewer may be sent.
             flags: sum of flags of `packet`; every round passes FLAG_NONFINITE and FLAG_JOINED on.
             step: schedule step, >= 0, equal on all ranks.
-            draw: function that makes this rank's random source of bucket and step, for a codec that rounds at random.
         """
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
@@ -205,12 +205,15 @@ class Exchange(Protocol):
     @property
     def contributions(self) -> list[Elements]:
         """Copies of the elements that each rank sent; empty if the exchange does not know them."""
+        return []
 
     def commit(self) -> None:
         """End a step that every rank applies."""
+        return
 
     def rollback(self) -> None:
         """Undo the step on every rank: restore the state of the exchange from before `begin`."""
+        return
 
 
 class FlatExchange(Exchange, Protocol):

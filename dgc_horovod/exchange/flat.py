@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Outcome, Round, Sending
-from dgc_horovod.kernels.contract import Elements, Kernels, Outputs, Sender, State
+from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, FlatExchange, Outcome, Round, Sending
+from dgc_horovod.kernels.contract import Elements, Kernels, Outputs, Sender
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs import Draw
 from dgc_horovod.wire.packet import (
     FLAG_CLIPS,
     FLAG_JOINED,
@@ -19,7 +18,6 @@ from dgc_horovod.wire.packet import (
     Coder,
     PacketFormat,
     coder_for,
-    undrawn,
 )
 
 
@@ -53,23 +51,21 @@ class PacketWriter:
         self._keeps_zeros = keeps_zeros
         self._values = np.empty(wire.capacity, np.float32)
 
-    def write(
-        self, elements: Elements, flags: int, step: int, draw: Draw, packet: np.ndarray
-    ) -> tuple[Elements, np.ndarray]:
+    def write(self, elements: Elements, flags: int, step: int, packet: np.ndarray) -> tuple[Elements, np.ndarray]:
         """Write `packet`; return the elements sent, with their values in the residual, and the decoded values.
 
         An element that is rounded to zero does not count as sent, so it is not masked. Its code stays in the packet,
         where it adds nothing: without it the blocks would shift, and more elements would be rounded to zero.
         """
         decoded = self._values[: elements.values.size]
-        zeros = self.wire.encode(self.coder, *elements, step, flags, packet, decoded, draw)
+        zeros = self.wire.encode(self.coder, *elements, step, flags, packet, decoded)
         if not zeros or self._keeps_zeros:
             return elements, decoded
         kept = decoded != 0
         return Elements(elements.positions[kept], elements.values[kept]), decoded[kept]
 
 
-class CodedExchange:
+class CodedExchange(FlatExchange):
     """The common part of exchanges of one packet; see `contract.Exchange`.
 
     Memory: the packet, and 4 bytes for each of its elements.
@@ -85,32 +81,8 @@ class CodedExchange:
         self._coder = self._writer.coder
         self._packet = np.zeros(wire.nbytes, np.uint8)
 
-    @staticmethod
-    def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
-        raise NotImplementedError
-
-    def adopt(self, rank: int, state: State) -> None:
-        pass
-
-    def sender(self, max_candidates: int) -> Sender | None:
-        return None
-
-    def _encode(self, elements: Elements, flags: int, step: int, draw: Draw) -> tuple[Elements, np.ndarray]:
-        """`PacketWriter.write` into `_packet`."""
-        return self._writer.write(elements, flags, step, draw, self._packet)
-
     def settle(self) -> bool:
         return self._finite
-
-    @property
-    def contributions(self) -> list[Elements]:
-        return []
-
-    def commit(self) -> None:
-        pass
-
-    def rollback(self) -> None:
-        pass
 
 
 class AllgatherExchange(CodedExchange):
@@ -139,8 +111,8 @@ class AllgatherExchange(CodedExchange):
     def sender(self, max_candidates: int) -> Sender | None:
         return self._kernels.sender(self._bucket, self._wire, max_candidates)
 
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        return Sending(self._packet, *self._encode(elements, flags, step, draw))
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+        return Sending(self._packet, *self._writer.write(elements, flags, step, self._packet))
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> None:
         wire = self._wire
@@ -223,8 +195,8 @@ class DensifiedExchange(CodedExchange):
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
         return (Round("densified", ALLREDUCE, "float32", wire.numel + _MARKS),)
 
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        elements, decoded = self._encode(elements, flags, step, draw)
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+        elements, decoded = self._writer.write(elements, flags, step, self._packet)
         dense = np.zeros(self._bucket.numel + _MARKS, np.float32)
         dense[elements.positions] = decoded
         mark = step % _STEP_MARK

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.errors import DGCError, RankMismatch
-from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, FlatExchange, Outcome, Round, Sending
+from dgc_horovod.errors import DGCError
+from dgc_horovod.exchange.contract import ALLGATHER, BETWEEN, INSIDE, Exchange, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.exchange.flat import different_sizes
 from dgc_horovod.kernels.contract import Array, Elements, Kernels, Sender, State
 from dgc_horovod.wire.bucket import PADDING, Bucket
-from dgc_horovod.wire.codecs import Draw
-from dgc_horovod.wire.packet import HEADER, PacketFormat, undrawn
+from dgc_horovod.wire.packet import HEADER, PacketFormat
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,9 @@ class Topology:
     @property
     def groups(self) -> list[list[int]]:
         """Ranks of every group of workers with collectives of its own: every node, then every local rank."""
-        heads = [Topology(node * self.node_size, self.workers, self.node_size) for node in range(self.nodes)]
-        return [head.inside for head in heads] + [
-            Topology(local, self.workers, self.node_size).between for local in range(self.node_size)
-        ]
+        every = [Topology(rank, self.workers, self.node_size) for rank in range(self.workers)]
+        nodes = [each.inside for each in every if each.local_rank == 0]
+        return nodes + [each.between for each in every if each.node == 0]
 
 
 def problem_of(topology: Topology) -> str:
@@ -104,7 +102,7 @@ def _named(local_rank: int) -> Iterator[None]:
         raise type(error)(f"{error} (rank numbers are node numbers, of local rank {local_rank})") from None
 
 
-class HierarchicalExchange:
+class HierarchicalExchange(Exchange):
     """One exchange for each slice of a bucket: this worker runs one and reads all. See `contract.Exchange`.
 
     Args:
@@ -139,8 +137,8 @@ class HierarchicalExchange:
     def sender(self, max_candidates: int) -> Sender | None:
         return self._own.sender(max_candidates)
 
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        return self._own.begin(elements, flags, step, draw)
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+        return self._own.begin(elements, flags, step)
 
     def proceed(self, number: int, received: np.ndarray, step: int) -> np.ndarray | None:
         if number < len(self.rounds) - 2:
@@ -157,19 +155,18 @@ class HierarchicalExchange:
         slices = len(self._exchanges)
         expected = slices * self._round.size
         if received.size != expected:
-            raise self._mismatch(f"received {received.size} values inside this node, expected {expected}")
+            what = f"received {received.size} values inside this node, expected {expected}"
+            raise different_sizes(self._bucket, what)
         parts = received.reshape(slices, -1)
         for local_rank, part in enumerate(parts):
             data = part.view(np.uint8)
             if (data[:_HEAD] == _UNREADABLE).all() and (data == _UNREADABLE).all():
-                raise self._mismatch(f"the workers of local rank {local_rank} sent messages of different sizes")
+                what = f"the workers of local rank {local_rank} sent messages of different sizes"
+                raise different_sizes(self._bucket, what)
         last = len(self.rounds) - 2
         for local_rank, (exchange, part) in enumerate(zip(self._exchanges, parts, strict=True)):
             with _named(local_rank):
                 exchange.proceed(last, part, step)
-
-    def _mismatch(self, what: str) -> RankMismatch:
-        return different_sizes(self._bucket, what)
 
     def aggregate_into(self, outputs: SlicedOutputs, scale: float) -> None:
         for exchange, each in zip(self._exchanges, outputs.slices, strict=True):

@@ -11,18 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, Outcome, Round, Sending
+from dgc_horovod.exchange.contract import ALLGATHER, ALLTOALL, FlatExchange, Outcome, Round, Sending
 from dgc_horovod.exchange.flat import PacketWriter, different_sizes, outcome_of
-from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, Outputs, Sender, State
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels, Outputs, State
 from dgc_horovod.wire.bucket import Bucket, Segment
-from dgc_horovod.wire.codecs import Draw
-from dgc_horovod.wire.packet import (
-    FLAG_OVERFLOW,
-    HEADER,
-    Coder,
-    PacketFormat,
-    undrawn,
-)
+from dgc_horovod.wire.packet import FLAG_OVERFLOW, HEADER, Coder, PacketFormat
 
 # Adjacent elements with one owner. Selected elements cluster in rows and columns of a layer: chunks this small, whose
 # size divides no common layer width, give hardly any owner more than its share (decision 43).
@@ -166,7 +159,7 @@ def _form(wire: PacketFormat, workers: int) -> _Form:
     return _Form(shards, packets(slot), packets(sent_on))
 
 
-class ShardedExchange:
+class ShardedExchange(FlatExchange):
     """Received per rank: (N-1) slots and (N-1) packets of k/N elements. See `contract.Exchange`.
 
     Both rounds carry the flags. An owner that cannot read a packet sends an error text in round 2, so all ranks raise
@@ -189,7 +182,7 @@ class ShardedExchange:
         self._packet = self._message[: shard.nbytes]
         self._values = np.empty(wire.capacity, np.float32)
         self._received: list[Elements] = []
-        self._flags, self._draw = 0, undrawn
+        self._flags = 0
         self._owner: Owner | None = None
 
     @staticmethod
@@ -202,11 +195,8 @@ class ShardedExchange:
         self._owner = Owner(rank, state, self._shards, self._kernels)
         self._slots = np.zeros((self._workers, self._slot.wire.nbytes), np.uint8)
 
-    def sender(self, max_candidates: int) -> Sender | None:
-        return None
-
-    def begin(self, elements: Elements, flags: int, step: int, draw: Draw = undrawn) -> Sending:
-        self._flags, self._draw = flags, draw
+    def begin(self, elements: Elements, flags: int, step: int) -> Sending:
+        self._flags = flags
         owners, positions = self._shards.dealt(elements.positions)
         narrow = np.uint16 if self._workers <= 2**16 else np.int32  # 16-bit numbers are sorted in linear time
         order = np.argsort(owners.astype(narrow), kind="stable")  # by owner, ascending in each
@@ -218,7 +208,7 @@ class ShardedExchange:
             if chosen.size > self._slot.wire.capacity:
                 part = self._kernels.keep_largest(part, self._slot.wire.capacity)
                 chosen = chosen[np.isin(positions[chosen], part.positions)]
-            written, values = self._slot.write(part, flags, step, draw, packet)
+            written, values = self._slot.write(part, flags, step, packet)
             if written.positions.size < chosen.size:
                 chosen = chosen[np.isin(positions[chosen], written.positions)]
             sent[chosen], decoded[chosen] = True, values
@@ -252,10 +242,10 @@ class ShardedExchange:
             return
         self._message.fill(0)
         if not owner.add(parts):
-            self._shard.write(NO_ELEMENTS, self._flags | FLAG_OVERFLOW, step, self._draw, self._packet)
+            self._shard.write(NO_ELEMENTS, self._flags | FLAG_OVERFLOW, step, self._packet)
             return
         largest = owner.largest(self._shard.wire.capacity)
-        owner.send(*self._shard.write(largest, self._flags, step, self._draw, self._packet))
+        owner.send(*self._shard.write(largest, self._flags, step, self._packet))
 
     def _read(self, received: np.ndarray, step: int) -> None:
         """Decode the sums of all owners; positions are those in the bucket."""

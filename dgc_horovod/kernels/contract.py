@@ -82,15 +82,6 @@ class Elements(NamedTuple):
 NO_ELEMENTS = Elements(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
-def joined(parts: Sequence[Elements]) -> Elements:
-    """Concatenate the elements of several ranges, which are in ascending order."""
-    if not parts:
-        return NO_ELEMENTS
-    if len(parts) == 1:
-        return parts[0]
-    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
-
-
 class State:
     """The state of a bucket on one rank: the residual v, and the momentum u, allocated at first use.
 
@@ -129,8 +120,7 @@ class State:
         return self._v, elements
 
 
-# A range of a bucket from which elements are selected, for a pass: its threshold, and its sums. The layout is that of
-# csrc/dgc.h.
+# A range of a bucket from which elements are selected, as a pass reads and fills it; the layout is that of csrc/dgc.h
 RANGE = np.dtype(
     [
         ("start", np.int64),
@@ -141,6 +131,20 @@ RANGE = np.dtype(
         ("unused", np.int32),
     ]
 )
+
+
+class Search(NamedTuple):
+    """What a pass over a bucket looks for.
+
+    Args:
+        ranges: RANGE records of the bucket, in ascending order.
+        max_candidates: largest number of candidates wanted, >= 0.
+        wants_sums: whether to fill in the ranges' sum and squares (see `Kernels.sampled_sums`).
+    """
+
+    ranges: np.ndarray
+    max_candidates: int
+    wants_sums: bool
 
 
 class Gradients(Protocol):
@@ -252,7 +256,7 @@ class Receiver(Protocol):
 
 
 class Kernels(Protocol):
-    """One backend on one device. All methods that change an array change it in place."""
+    """One backend on one device. Methods change an array in place. By default it makes no whole steps."""
 
     name: str
     array_kind: str  # type of an Array, "numpy" or "torch"; torch backends also have from_dlpack and to_dlpack
@@ -290,9 +294,7 @@ class Kernels(Protocol):
     def gradients(self, bucket: Bucket) -> Gradients:
         """Return an empty set of gradients for `bucket`."""
 
-    def accumulate(
-        self, gradients: Any, state: State, scale: float, ranges: np.ndarray, max_candidates: int, want_sums: bool
-    ) -> AccumulateResult:
+    def accumulate(self, gradients: Any, state: State, scale: float, search: Search) -> AccumulateResult:
         """Add ``scale * gradient`` of every segment to u and v by its accumulation, and collect candidates of v.
 
         Elements of a gradient that are not finite enter as 0.
@@ -301,9 +303,7 @@ class Kernels(Protocol):
             gradients: gradients of this backend, one for each segment; released afterwards.
             state: v, and u if an accumulation needs it.
             scale: factor of the gradients, > 0.
-            ranges: RANGE records of the bucket, in ascending order.
-            max_candidates: largest number of candidates wanted, >= 0.
-            want_sums: whether to fill in the ranges' sum and squares (see `sampled_sums`).
+            search: what to look for in v.
 
         Cost: one pass. With momentum it reads g, u, v and writes u, v: 20 bytes an element;
         without 12, also with a shared second moment. Writes are to elements in the cache, and take little time.
@@ -322,6 +322,7 @@ class Kernels(Protocol):
 
     def squares(self, arrays: Sequence[Array]) -> float:
         """Return the sums of squares of `sums`, of several vectors, added in their order."""
+        return sum((self.sums(x)[1] for x in arrays), 0.0)
 
     def measure(self, x: Array, offset: int, signs: Array) -> Array:
         """Return sums of squares of a part of a matrix by row and column, and products of its rows with random signs.
@@ -392,6 +393,8 @@ class Kernels(Protocol):
 
     def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> Sender | None:
         """Return a Sender of the ``wire.capacity`` largest of up to `max_candidates` candidates; None: use the host."""
+        return None
 
     def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> Receiver | None:
         """Return a Receiver of packets of the format `wire`; None: use the host."""
+        return None

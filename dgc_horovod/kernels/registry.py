@@ -70,15 +70,8 @@ BACKENDS: dict[str, Callable[[str, int], Kernels]] = {
 
 
 @functools.cache
-def _say_once_that_it_is_slower(name: str, best: str, reason: str) -> None:
-    _log.warning(
-        "dgc_horovod: compressing with %s kernels, several times slower than the %s ones (%s)", name, best, reason
-    )
-
-
-@functools.cache
-def _say_once_what_runs(name: str, device: str) -> None:
-    _log.info("dgc_horovod: compressing on %s with %s kernels", device, name)
+def _say_once(level: int, words: str) -> None:
+    _log.log(level, "dgc_horovod: compressing %s", words)
 
 
 def choose(device: str, threads: int = 0) -> Kernels:
@@ -104,9 +97,10 @@ def choose(device: str, threads: int = 0) -> Kernels:
             reasons[name] = f"{name}: {error}"
             continue
         if best in reasons and wanted == "auto":
-            _say_once_that_it_is_slower(name, best, reasons[best])
+            words = f"with {name} kernels, several times slower than the {best} ones ({reasons[best]})"
+            _say_once(logging.WARNING, words)
         elif best != "native":
-            _say_once_what_runs(name, device)
+            _say_once(logging.INFO, f"on {device} with {name} kernels")
         return kernels
     advice = "install torch, or with a C++ compiler at hand install dgc_horovod again"
     if wanted != "auto":

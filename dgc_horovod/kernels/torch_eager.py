@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc_horovod.kernels.composed import ComposedKernels, first_sign
 from dgc_horovod.kernels.contract import CHUNK, LANES, Elements
+from dgc_horovod.kernels.reference import ComposedKernels, first_sign
 
 _SUM_BLOCK = 256 * CHUNK  # elements widened to float64 at a time: bounds the temporary at 8 MiB
 _PINNED = 1 << 20  # bytes; larger vectors are not copied through pinned memory, which torch keeps

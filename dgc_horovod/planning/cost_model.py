@@ -3,8 +3,8 @@
 n elements, k of them sent by a worker, N workers in M nodes of G, T of computing; a worker reads the packets of S
 senders: N, or M nodes, or, with shard owners, as much as 2::
 
-    network   the collectives one after another, as Horovod's thread makes them (`collectives.seconds`),
-              + the wait for Horovod of each round that depends on another (`collectives.waiting`)
+    network   the collectives one after another, as Horovod's thread makes them (`cluster.seconds`),
+              + the wait for Horovod of each round that depends on another (`cluster.waiting`)
     cpu       compress * n/G + encode * k/G + decode * S*k + update * n + overhead; PowerSGD factorise * rank * n
     step      T + cpu + network, less the hidden part of the network: at most overlap * T, and not the last bucket's
     memory    bytes of momentum and the state of compression: dense 4n, fp16 6n, PowerSGD 8n; ours 8n/G,
@@ -28,8 +28,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, INSIDE, Round
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.planning import collectives
-from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
+from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine, seconds, waiting
 from dgc_horovod.stats import ring_received
 
 DENSE, FP16, POWER_SGD = "dense", "fp16", "PowerSGD"
@@ -99,16 +98,16 @@ class Traffic:
     def seconds(self, cluster: Cluster, machine: Machine) -> float:
         """Seconds of all of them, one after another, and of waiting for Horovod to begin each round."""
         every = sum(count * _of_bucket(rounds, cluster, machine) for rounds, count in self._alike.items())
-        return collectives.waiting(self.depth, cluster) + every
+        return waiting(self.depth, cluster) + every
 
     def last(self, cluster: Cluster, machine: Machine) -> float:
         """Seconds of the last bucket, which is sent at the end of the backward pass."""
         own = _of_bucket(self.buckets[-1], cluster, machine) if self.buckets else 0.0
-        return collectives.waiting(self.depth, cluster) + own
+        return waiting(self.depth, cluster) + own
 
 
 def _of_bucket(rounds: Sequence[Round], cluster: Cluster, machine: Machine) -> float:
-    return sum(collectives.seconds(each, cluster, machine.add(each)) for each in rounds)
+    return sum(seconds(each, cluster, machine.add(each)) for each in rounds)
 
 
 def traffic_of(

@@ -73,7 +73,9 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
     made.second = next((state.second for state in states.values() if state.second), {})
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
     means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
-    anew = set() if _of_whole_nodes(states, means) else _with_second(states)
+    anew: set[str] = set()  # tensors whose moments are dropped
+    if not _of_whole_nodes(states, means):
+        anew = {name for state in states.values() for name, arrays in state.tensors.items() if SECOND in arrays}
     if anew and rank == 0:
         _log.warning(
             "dgc_horovod: Adam's moments are dropped and start anew: each worker of a node had a part of them, and the "
@@ -106,8 +108,3 @@ def _of_whole_nodes(states: Mapping[int, ResidualState], shares_of: Mapping[int,
         if len({shares_of.get(old, 0.0) if old in states else 0.0 for old in range(start, start + size)}) > 1:
             return False
     return True
-
-
-def _with_second(states: Mapping[int, ResidualState]) -> set[str]:
-    """Return the names of the tensors for which any state has a second moment of its own."""
-    return {name for state in states.values() for name, arrays in state.tensors.items() if SECOND in arrays}

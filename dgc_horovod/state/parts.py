@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.state.residual_state import FROZEN_SINCE, MOMENTUM, REMAINDER, RESIDUAL, ResidualState, refuse_moments
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, REMAINDER, RESIDUAL, ResidualState
 
 GRADIENTS, CHANGES, SGD_UPDATES, ADAM_UPDATES = "gradients", "changes of weights", "updates of SGD", "updates of Adam"
 
@@ -28,13 +27,13 @@ def check_kept(state: ResidualState, method: str) -> None:
             f"optimizer that they were saved with, {flush}or drop them "
             '(residuals="ignored")'
         )
-    if method != CHANGES:  # local steps: moments in the record are the optimizer's own
-        refuse_moments(state)
-
-
-def refuse_missing(names: Sequence[str]) -> NoReturn:
-    """Raise CheckpointError: a record lacks these tensors, which are trained now."""
-    raise CheckpointError(f"there are no residuals of {', '.join(map(repr, names[:3]))}: {FROZEN_SINCE}")
+    for name, arrays in state.tensors.items():
+        if FIRST in arrays and method != CHANGES:  # local steps: moments in the record are the optimizer's own
+            raise CheckpointError(
+                f"the record of {name!r} has moments of Adam that are this rank's own, as in versions of dgc_horovod "
+                'without a shared second moment: pass residuals="ignored" to load weights and optimizer alone, or call '
+                "flush() with the version that saved it, and save again"
+            )
 
 
 def left_of(state: ResidualState, local: bool) -> list[list[np.ndarray]]:

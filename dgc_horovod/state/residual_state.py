@@ -257,17 +257,6 @@ def released(arrays: Arrays) -> Arrays:
     return {**kept, RESIDUAL: arrays[RESIDUAL] + arrays[REMAINDER]}
 
 
-def refuse_moments(state: ResidualState) -> None:
-    """Raise CheckpointError for moments of Adam that are a rank's own, as in records of earlier versions."""
-    for name, arrays in state.tensors.items():
-        if FIRST in arrays:
-            raise CheckpointError(
-                f"the record of {name!r} has moments of Adam that are this rank's own, as in versions of dgc_horovod "
-                'without a shared second moment: pass residuals="ignored" to load weights and optimizer alone, or call '
-                "flush() with the version that saved it, and save again"
-            )
-
-
 def _is_epoch(x: Any) -> bool:
     """Whether it is an epoch: a number, also of NumPy, or None."""
     try:

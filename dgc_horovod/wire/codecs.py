@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket
-
-_HALF = np.uint32(16)  # bits
-_NAN = np.uint16(0x7FC0)
-_LARGEST = np.uint32(0x7F7F0000)  # largest finite bfloat16, as float32 bits
-_UPPER, _EXPONENT_AND_DIGITS = np.uint32(0xFFFF0000), np.uint32(0x7FFF0000)
-
-
-def rounded(values: np.ndarray) -> np.ndarray:
-    """Round float32 values to bfloat16, as uint16 bits: to nearest, ties to even; finite values stay finite."""
-    values = np.ascontiguousarray(values, np.float32)
-    bits = values.view(np.uint32)
-    bits = np.where((bits & _EXPONENT_AND_DIGITS) == _LARGEST, bits & _UPPER, bits)  # else it is rounded to infinity
-    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> _HALF) & np.uint32(1))) >> _HALF).astype(np.uint16)
-    return np.where(np.isnan(values), _NAN, nearest)
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    """Convert the bits of bfloat16 values to float32, exactly."""
-    return (bits.astype(np.uint32) << _HALF).view(np.float32)
 
 
 class IndexCodec(Protocol):
@@ -118,7 +98,6 @@ INDEX_CODECS: dict[str, IndexCodec] = {c.name: c for c in (EliasFanoIndices(), E
 BLOCK = 256  # values with common scales
 _SIZE = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
-Draw = Callable[[], np.random.Generator]  # depends on rank, bucket and step alone: the same at every call
 
 
 class ValueCodec(Protocol):
@@ -133,8 +112,8 @@ class ValueCodec(Protocol):
     def scales_at(self, capacity: int) -> int:
         """Byte offset of the blocks' scales, which follow the values' codes."""
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
-        """Write finite values into `out`, `nbytes` zero bytes; ``draw()`` returns the random source of this step."""
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
+        """Write finite values into `out`, which holds `nbytes` zero bytes."""
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
         """Return `count` float32 values; raise CorruptPacket if no encoder writes such data."""
@@ -159,7 +138,7 @@ class FloatValues:
     def scales_at(self, capacity: int) -> int:
         return self.nbytes(capacity)  # there are none
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         out[: self.dtype.itemsize * values.size].view(self.dtype)[:] = np.clip(values, -self._largest, self._largest)
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
@@ -170,7 +149,7 @@ class BFloat16Values:
     """bfloat16, rounded to nearest even; it saturates at its largest finite number."""
 
     code, name = 3, "bf16"
-    _LARGEST = np.uint32(0x7F7F0000)
+    _LARGEST = 0x7F7F0000  # as float32 bits
 
     def nbytes(self, capacity: int) -> int:
         return word_bytes(16 * capacity)
@@ -178,13 +157,14 @@ class BFloat16Values:
     def scales_at(self, capacity: int) -> int:
         return self.nbytes(capacity)  # there are none
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         bits = _bits(values)
-        within = np.minimum(bits & _SIZE, self._LARGEST) | (bits & ~_SIZE)
-        out[: 2 * values.size].view("<u2")[:] = rounded(within.view(np.float32))
+        size = np.minimum(bits & _SIZE, self._LARGEST)
+        nearest = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
+        out[: 2 * values.size].view("<u2")[:] = nearest | ((bits >> 16) & 0x8000)
 
     def decode(self, data: np.ndarray, count: int, capacity: int) -> np.ndarray:
-        return _finite(widened(data[: 2 * count].view("<u2")))
+        return _finite((data[: 2 * count].view("<u2").astype(np.uint32) << 16).view(np.float32))
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
@@ -209,7 +189,7 @@ class BlockValues:
     def scales_at(self, capacity: int) -> int:
         return word_bytes(self.bits * capacity)
 
-    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray, draw: Draw) -> None:
+    def encode(self, values: np.ndarray, capacity: int, out: np.ndarray) -> None:
         if not values.size:
             return
         rows, inside = _rows(values)

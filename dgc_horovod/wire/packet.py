@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from dgc_horovod.errors import CorruptPacket, RankMismatch
-from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw, EliasFanoIndices
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, EliasFanoIndices
 
 MAGIC = int.from_bytes(b"DGCp", "little")
 VERSION = 2
@@ -43,11 +43,6 @@ FLAGS_WORD, COUNT_WORD, CHECKSUM_WORD = (HEADER.fields[name][1] // 4 for name in
 # Problems that the native coder reports
 BAD_POSITIONS = "positions do not ascend within the bucket"
 BAD_VALUES = "values or scales that no sender writes"
-
-
-def undrawn() -> np.random.Generator:
-    """The default `draw`, for codecs that do not round at random."""
-    raise AssertionError("a codec that rounds at random needs a random source; pass draw")
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,6 @@ class PacketFormat:
         flags: int,
         out: np.ndarray,
         decoded: np.ndarray,
-        draw: Draw = undrawn,
     ) -> int:
         """Write a packet into `out`, and the values as receivers decode them into `decoded`.
 
@@ -145,13 +139,12 @@ class PacketFormat:
                 (the sender's script clips updates), FLAG_OVERFLOW (a shard owner's sums overflow fp32).
             out: buffer of the packet, `nbytes` uint8, overwritten.
             decoded: buffer for the values, float32, of their size.
-            draw: function that makes the random source, for a codec that rounds at random.
 
         Returns:
             The number of decoded values that are zero.
         """
         out.fill(0)
-        zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded, draw)
+        zeros = coder.encode(self, positions, values, out[HEADER.itemsize :], decoded)
         header = out[: HEADER.itemsize].view(HEADER)
         header[:] = self.constants
         header["step"], header["flags"], header["count"] = step % 2**32, flags, positions.size
@@ -216,13 +209,7 @@ class Coder(Protocol):
         """Whether this coder has both codecs of `wire`; `coder_for` falls back to `NumpyCoder`."""
 
     def encode(
-        self,
-        wire: PacketFormat,
-        positions: np.ndarray,
-        values: np.ndarray,
-        body: np.ndarray,
-        decoded: np.ndarray,
-        draw: Draw,
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
     ) -> int:
         """Write the elements into a body of zeros and the decoded values into `decoded`; return how many are zero."""
 
@@ -246,17 +233,11 @@ class NumpyCoder:
         return True
 
     def encode(
-        self,
-        wire: PacketFormat,
-        positions: np.ndarray,
-        values: np.ndarray,
-        body: np.ndarray,
-        decoded: np.ndarray,
-        draw: Draw,
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
     ) -> int:
         INDEX_CODECS[wire.indices].encode(positions, wire.numel, wire.capacity, body[: wire.values_at])
         codec, part = VALUE_CODECS[wire.values], body[wire.values_at :]
-        codec.encode(values, wire.capacity, part, draw)
+        codec.encode(values, wire.capacity, part)
         decoded[:] = codec.decode(part, values.size, wire.capacity)
         return int(values.size - np.count_nonzero(decoded))
 

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc_horovod.kernels.triton import accumulate, decode, encode, measure, select
+from dgc_horovod.kernels.triton import accumulate, decode, encode, select
 from dgc_horovod.kernels.triton.memory import EXACT
 
 # What each parameter is, by name: pointers to int32 unless it is here
@@ -51,7 +51,7 @@ KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
     (decode.decode_positions, 4, [{"LOW": low, "BLOCK_BITS": 11} for low in _LOW]),
     (decode.decode_values, 4, [{"CODEC": codec} for codec in _CODECS]),
     (accumulate.chunk_sums, 4, [{}]),
-    (measure.measure_rows, 4, [{}]),
+    (accumulate.measure_rows, 4, [{}]),
     (decode.aggregate_into, 4, [{"BLOCK_BITS": 11, "FRESH": fresh} for fresh in (0, 1)]),
 ]
 

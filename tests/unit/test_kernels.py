@@ -15,11 +15,19 @@ from hypothesis import strategies as st
 from dgc_horovod import envvars
 from dgc_horovod.errors import BackendUnavailable, ConfigError, UnsupportedUse
 from dgc_horovod.kernels import registry
-from dgc_horovod.kernels.composed import first_sign, summed_numel
-from dgc_horovod.kernels.contract import CHUNK, RANGE, Elements, ErrorFeedback, MomentumCorrection, SharedMoment, State
+from dgc_horovod.kernels.contract import (
+    CHUNK,
+    RANGE,
+    Elements,
+    ErrorFeedback,
+    MomentumCorrection,
+    Search,
+    SharedMoment,
+    State,
+)  # fmt: skip
 from dgc_horovod.kernels.native import library
 from dgc_horovod.kernels.native.kernels import NativeKernels
-from dgc_horovod.kernels.reference import ReferenceKernels
+from dgc_horovod.kernels.reference import ReferenceKernels, first_sign, summed_numel
 from dgc_horovod.wire.bucket import Bucket, Segment
 from tests.helpers.data import BACKENDS, DATA, EACH, as_array, as_numpy
 
@@ -123,7 +131,7 @@ def run_pass(kernels, sizes, feeds, ranges, room, moments, scale, seed, bad=()):
         for i, part in enumerate(parts):
             gradients.put(i, part, feeds[i])
         outcome.append(gradients.squared_norm())
-        seen = kernels.accumulate(gradients, state, scale, ranges, room, moments)
+        seen = kernels.accumulate(gradients, state, scale, Search(ranges, room, moments))
         found = None if seen.candidates is None else [x.tobytes() for x in seen.candidates]
         outcome.append((seen.gradients_finite, seen.residual_finite, seen.num_candidates, found, ranges.tobytes()))
         outcome.append([as_numpy(kernels, x).tobytes() for x in arrays])
@@ -351,7 +359,7 @@ def test_registry(monkeypatch):
 
 def test_without_the_library_it_works_and_says_once_that_it_is_slower(monkeypatch, caplog):
     monkeypatch.setattr(library, "library_paths", list)
-    registry._say_once_that_it_is_slower.cache_clear()
+    registry._say_once.cache_clear()
     assert [registry.choose("cpu").name for _ in range(2)] == ["torch_eager"] * 2
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1 and "several times slower" in said[0] and "was not built" in said[0]

@@ -20,7 +20,6 @@ from dgc_horovod.wire.packet import (
     FLAG_OVERFLOW,
     HEADER,
     PacketFormat,
-    undrawn,
 )
 from tests.helpers.packets import CODERS, random_elements, read, seal, write
 
@@ -57,7 +56,7 @@ def test_round_trip_and_the_same_bytes_from_every_coder(values, numel, data):
 def written(wire, coder, values, keeps_zeros=False):
     """What of `values`, at the first positions, `PacketWriter` sends; as it is read; the packet."""
     packet, elements = np.empty(wire.nbytes, np.uint8), Elements(np.arange(values.size, dtype=np.int32), values)
-    sent, decoded = PacketWriter(wire, coder, keeps_zeros).write(elements, 0, 7, undrawn, packet)
+    sent, decoded = PacketWriter(wire, coder, keeps_zeros).write(elements, 0, 7, packet)
     return sent, decoded, packet
 
 

@@ -21,7 +21,7 @@ from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
-from dgc_horovod.planning import collectives
+from dgc_horovod.planning import cluster as formulas
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import (
     DENSE,
@@ -71,7 +71,7 @@ def test_several_workers_behind_a_card():
     alone, nodes = Cluster(16, GIGABIT), Cluster(16, GIGABIT, 4)
     for cluster, of_ring, of_direct in ((alone, 15_000, 1_500), (nodes, 15_000, 4 * 12 * 100)):
         place = cluster.workers, cluster.node_size
-        assert (collectives.through_card(ring, *place), collectives.through_card(direct, *place)) == (
+        assert (formulas.through_card(ring, *place), formulas.through_card(direct, *place)) == (
             of_ring,
             of_direct,
         )
@@ -89,7 +89,7 @@ def test_an_allreduce_by_hand():
     """Four workers: 3 hops in which bytes travel while others are added, 3 in which sums go round."""
     cluster, part = Cluster(4, Link(1e9, latency=1e-3, message=1e-4)), 250_000
     on_wire, hop = 8 * part / (PAYLOAD * 1e9), 1.75e-3 + 1e-4
-    found = collectives.seconds(Round("r", ALLREDUCE, "float32", part), cluster, add=1e-8)
+    found = formulas.seconds(Round("r", ALLREDUCE, "float32", part), cluster, add=1e-8)
     assert found == pytest.approx(3 * (max(on_wire, part * 1e-8) + hop) + 3 * (on_wire + hop))
 
 
@@ -217,8 +217,8 @@ def test_a_plan_of_many_buckets_is_the_sum_of_all(method):
     whole = traffic_of(method, specs, DGCConfig(), cluster)
     apart = [type(whole)((bucket,)) for bucket in whole.buckets]
     assert whole.card_bytes(cluster) == sum(each.card_bytes(cluster) for each in apart)
-    once = collectives.waiting(whole.depth, cluster)
-    parts = sum(each.seconds(cluster, MACHINE) - collectives.waiting(each.depth, cluster) for each in apart)
+    once = formulas.waiting(whole.depth, cluster)
+    parts = sum(each.seconds(cluster, MACHINE) - formulas.waiting(each.depth, cluster) for each in apart)
     assert whole.seconds(cluster, MACHINE) == pytest.approx(once + parts)
 
 

@@ -113,7 +113,6 @@ def test_what_enters_is_adams_direction_without_momentum():
     (second,) = made()
     second.begin("linear", B2, EPS)
     second["linear"].take(square.ravel(), 30, B2)
-    second.refresh("linear")
     g = rng.standard_normal((40, 50)).astype(np.float32)
     for kernels in BACKENDS:
         (other,) = made()

@@ -157,7 +157,7 @@ def test_where_triton_cannot_run_the_log_says_why_and_torch_does_it(monkeypatch,
 
     monkeypatch.setitem(registry.BACKENDS, "triton", missing)
     monkeypatch.setitem(registry.BACKENDS, "torch_eager", lambda device, threads: f"torch on {device}")
-    registry._say_once_that_it_is_slower.cache_clear()
+    registry._say_once.cache_clear()
     assert [registry.choose("cuda:0") for _ in range(2)] == ["torch on cuda:0"] * 2
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1 and "torch_eager kernels" in said[0] and "triton: not installed" in said[0]

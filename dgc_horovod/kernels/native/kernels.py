@@ -16,6 +16,8 @@ from dgc_horovod.kernels.contract import (
     AccumulateResult,
     Array,
     Elements,
+    Kernels,
+    Search,
     State,
 )
 from dgc_horovod.kernels.native.library import (
@@ -31,7 +33,7 @@ from dgc_horovod.kernels.native.library import (
 )
 from dgc_horovod.kernels.reference import NumpyArrays
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS, Draw
+from dgc_horovod.wire.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc_horovod.wire.packet import BAD_POSITIONS, BAD_VALUES, CHECKSUM_WORD, Coder, PacketFormat
 
 _BAD_GRADIENT, _BAD_RESIDUAL = 1, 2
@@ -59,13 +61,7 @@ class NativeCoder:
         return wire.indices in _INDICES and wire.values in COMPILED_VALUES
 
     def encode(
-        self,
-        wire: PacketFormat,
-        positions: np.ndarray,
-        values: np.ndarray,
-        body: np.ndarray,
-        decoded: np.ndarray,
-        draw: Draw,
+        self, wire: PacketFormat, positions: np.ndarray, values: np.ndarray, body: np.ndarray, decoded: np.ndarray
     ) -> int:
         layout, count = self._layout(wire), positions.size
         zeros: int = self._library.dgc_encode(
@@ -84,7 +80,7 @@ class NativeCoder:
         return self._library.dgc_checksum(address(packet), packet.size // 4, CHECKSUM_WORD)
 
 
-class NativeKernels(NumpyArrays):
+class NativeKernels(NumpyArrays, Kernels):
     """`contract.Kernels` on NumPy arrays, in C++.
 
     Args:
@@ -128,40 +124,31 @@ class NativeKernels(NumpyArrays):
     def gradients(self, bucket: Bucket) -> NativeGradients:
         return NativeGradients(bucket, self)
 
-    def accumulate(
-        self,
-        gradients: NativeGradients,
-        state: State,
-        scale: float,
-        ranges: np.ndarray,
-        max_candidates: int,
-        want_sums: bool,
-    ) -> AccumulateResult:
+    def accumulate(self, gradients: NativeGradients, state: State, scale: float, search: Search) -> AccumulateResult:
         if gradients.scratch is None:
-            gradients.scratch = Scratch(gradients.bucket.numel, len(ranges))
+            gradients.scratch = Scratch(gradients.bucket.numel, len(search.ranges))
         v, left = state.take()
         scratch, what = gradients.scratch, (gradients.table, state.u, scale, left)
-        bad = self._library.dgc_pass(*self._arguments(scratch, max_candidates, v, ranges, want_sums, *what))
+        bad = self._library.dgc_pass(*self._arguments(scratch, v, search, *what))
         gradients.arrays = [None] * len(gradients.arrays)
         return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
 
     def _arguments(
         self,
         scratch: Scratch,
-        max_candidates: int,
         v: np.ndarray,
-        ranges: np.ndarray,
-        want_sums: bool,
+        search: Search,
         segments: np.ndarray = NO_SEGMENTS,
         u: np.ndarray | None = None,
         scale: float = 1.0,
         left: Elements = NO_ELEMENTS,
     ) -> tuple[Any, ...]:
         """Return the arguments of `dgc_pass`: addresses, whose memory the caller keeps alive."""
-        scratch.make_room(max_candidates)
+        scratch.make_room(search.max_candidates)
         return (
-            address(v), address(u), address(segments), len(segments), scale, address(ranges), len(ranges),
-            *map(address, left), left.values.size, want_sums, address(scratch.found), self.threads,
+            address(v), address(u), address(segments), len(segments), scale, address(search.ranges),
+            len(search.ranges), *map(address, left), left.values.size, search.wants_sums, address(scratch.found),
+            self.threads,
         )  # fmt: skip
 
     def _range(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
@@ -169,13 +156,10 @@ class NativeKernels(NumpyArrays):
 
     # -- reading v
 
-    def sums(self, x: np.ndarray) -> tuple[float, float]:
-        return self.sums_at(address(x), x.size)
-
-    def sums_at(self, place: int | None, numel: int) -> tuple[float, float]:
-        """Return `sums` of the vector at an address."""
+    def sums(self, x: Array) -> tuple[float, float]:
+        numel = x.nbytes // 4  # of a NumPy array or of a tensor
         out, chunk_sums = np.empty(2), np.empty(2 * (numel // CHUNK + 1))
-        self._library.dgc_sums(place, numel, address(chunk_sums), self.threads, address(out))
+        self._library.dgc_sums(address(x), numel, address(chunk_sums), self.threads, address(out))
         return float(out[0]), float(out[1])
 
     def measure(self, x: Array, offset: int, signs: np.ndarray) -> np.ndarray:
@@ -185,12 +169,9 @@ class NativeKernels(NumpyArrays):
         self._library.dgc_measure(address(x), numel, offset, address(signs), b, address(out))
         return out
 
-    def squares(self, arrays: Sequence[np.ndarray]) -> float:
-        return sum((self.sums(x)[1] for x in arrays), 0.0)
-
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
         scratch, range_ = Scratch(x.size, 1), self._range(x, np.inf)
-        self._library.dgc_pass(*self._arguments(scratch, 0, x, range_, True))
+        self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, 0, True)))
         return float(range_["sum"][0]), float(range_["squares"][0])
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
@@ -199,9 +180,9 @@ class NativeKernels(NumpyArrays):
     def at_least(self, x: np.ndarray, threshold: float) -> Elements:
         scratch, range_ = Scratch(x.size, 1), self._range(x, threshold)
         room = min(x.size, x.size // 16 + CHUNK)
-        self._library.dgc_pass(*self._arguments(scratch, room, x, range_, False))
+        self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, room, False)))
         if scratch.elements() is None:
-            self._library.dgc_pass(*self._arguments(scratch, scratch.count, x, range_, False))
+            self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, scratch.count, False)))
         found = scratch.elements()
         assert found is not None
         return found
@@ -255,9 +236,3 @@ class NativeKernels(NumpyArrays):
 
     def aggregate_dense(self, outputs: NativeOutputs, summed: np.ndarray, scale: float) -> bool:
         return bool(self._library.dgc_fill_summed(address(outputs.table), len(outputs.table), address(summed), scale))
-
-    def sender(self, bucket: Bucket, wire: PacketFormat, max_candidates: int) -> None:
-        """Return None: elements are on the host already."""
-
-    def receiver(self, bucket: Bucket, wire: PacketFormat, ranks: int) -> None:
-        """Return None: packets are on the host already."""

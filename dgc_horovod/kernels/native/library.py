@@ -8,17 +8,14 @@ import mmap
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dgc_horovod.errors import BackendUnavailable, UnsupportedUse
-from dgc_horovod.kernels.contract import CHUNK, Accumulation, Array, Elements, MomentumCorrection, SharedMoment
+from dgc_horovod.kernels.contract import CHUNK, Accumulation, Array, Elements, Kernels, MomentumCorrection, SharedMoment
+from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs
 from dgc_horovod.wire.bucket import Bucket
-
-if TYPE_CHECKING:
-    from dgc_horovod.kernels.native.kernels import NativeKernels
-
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _INTERFACE = 10  # of dispatch.cpp
@@ -29,21 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_use_instructions": (_INT, (ctypes.c_char_p,)),
     "dgc_pass": (
         _INT,
-        (
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _FLOAT,
-            _POINTER,
-            _LONG,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _INT,
-            _POINTER,
-            _LONG,
-        ),
+        (*[_POINTER] * 3, _LONG, _FLOAT, _POINTER, _LONG, *[_POINTER] * 2, _LONG, _INT, _POINTER, _LONG),
     ),
     "dgc_sums": (None, (_POINTER, _LONG, _POINTER, _LONG, _POINTER)),
     "dgc_measure": (None, (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER)),
@@ -230,17 +213,16 @@ def _table(bucket: Bucket, record: np.dtype) -> np.ndarray:
     return table
 
 
-class NativeGradients:
-    """`contract.Gradients` as the table that the library reads."""
+class NativeGradients(ListedGradients):
+    """`contract.Gradients`, also as the table that the library reads."""
 
-    def __init__(self, bucket: Bucket, kernels: NativeKernels) -> None:
-        self.bucket, self._kernels = bucket, kernels
+    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
+        super().__init__(bucket, kernels)
         self.table = _table(bucket, SEGMENT)
+        self.table["kind"] = _RESIDUAL  # as `accumulations` begin
         self._addresses = self.table["gradient"]
         self._nbytes = [4 * segment.numel for segment in bucket.segments]
         self._dtype: object = None  # the dtype object that was found to be float32, NumPy's or torch's
-        self.arrays: list[Array | None] = [None] * len(bucket.segments)
-        self._feeds: list[Accumulation | None] = [None] * len(bucket.segments)
         self.scratch: Scratch | None = None
 
     def put(self, i: int, gradient: Array, accumulation: Accumulation) -> None:
@@ -248,8 +230,8 @@ class NativeGradients:
             self._check(i, gradient)
         self.arrays[i] = gradient
         self._addresses[i] = address(gradient)
-        if accumulation is not self._feeds[i] and accumulation != self._feeds[i]:  # it changes rarely
-            self._feeds[i] = accumulation
+        if accumulation is not self.accumulations[i] and accumulation != self.accumulations[i]:  # it changes rarely
+            self.accumulations[i] = accumulation
             self._describe(self.table[i], accumulation)
 
     def _check(self, i: int, gradient: Array) -> None:
@@ -267,31 +249,24 @@ class NativeGradients:
         row["kind"], row["rows"], row["columns"] = _RESIDUAL, 0, 0
         if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
             row["kind"], row["momentum"] = (_NESTEROV if accumulation.nesterov else _MOMENTUM), accumulation.momentum
-        elif isinstance(accumulation, SharedMoment):  # its arrays stay alive in `_feeds`
+        elif isinstance(accumulation, SharedMoment):  # its arrays stay alive in `accumulations`
             row["kind"], row["offset"], row["width"] = _SHARED, accumulation.offset, len(accumulation.columns)
             row["rows"], row["columns"] = address(accumulation.rows), address(accumulation.columns)
             row["bound"] = accumulation.bound
 
-    def squared_norm(self) -> float:
-        return sum(
-            self._kernels.sums_at(address(gradient), segment.numel)[1]
-            for gradient, segment in zip(self.arrays, self.bucket.segments, strict=True)
-            if gradient is not None
-        )
 
-
-class NativeOutputs:
-    """`contract.Outputs` as the table that the library reads."""
+class NativeOutputs(ListedOutputs):
+    """`contract.Outputs`, also as the table that the library reads."""
 
     def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
         self.table = _table(bucket, TARGET)
         self._addresses = self.table["out"]
-        self._arrays: list[Array | None] = [None] * len(bucket.segments)
 
     def put(self, i: int, output: Array) -> None:
-        self._arrays[i] = output
+        self.arrays[i] = output
         self._addresses[i] = address(output)
 
     def clear(self) -> None:
-        self._arrays = [None] * len(self._arrays)
+        super().clear()
         self._addresses[:] = 0

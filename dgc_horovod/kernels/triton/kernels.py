@@ -12,28 +12,18 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedGradients, ListedOutputs, sum_stride
-from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, State
+from dgc_horovod.kernels.contract import CHUNK, COMPILED_VALUES, AccumulateResult, Elements, Search, State
+from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs, pairwise, sum_stride
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
-from dgc_horovod.kernels.triton.accumulate import chunk_sums
-from dgc_horovod.kernels.triton.measure import ROWS, measure_rows
+from dgc_horovod.kernels.triton.accumulate import MATRIX_ROWS, chunk_sums, measure_rows
 from dgc_horovod.kernels.triton.memory import EXACT, Fence, addresses, check_that_it_runs, using
 from dgc_horovod.kernels.triton.receiver import Filler, TritonReceiver
-from dgc_horovod.kernels.triton.sender import HISTOGRAM, REPORT, BucketPass, TritonSender, alike, seen, thresholds_of
+from dgc_horovod.kernels.triton.sender import REPORT, TritonGradients, TritonSender
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import Coder, PacketFormat
 
 _MOST_LOW_BITS = 16
 _INDICES = "elias-fano"  # index codec of the device code; the host handles others
-
-
-class TritonGradients(ListedGradients):
-    """`contract.Gradients`, and the pass that accumulates them."""
-
-    def __init__(self, bucket: Bucket, kernels: TritonKernels) -> None:
-        super().__init__(bucket, kernels)
-        self.taking = BucketPass(bucket, kernels.device)
-        self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=kernels.device)
 
 
 class TritonOutputs(ListedOutputs):
@@ -67,32 +57,24 @@ class TritonKernels(TorchEagerKernels):
     def gradients(self, bucket: Bucket) -> TritonGradients:
         return TritonGradients(bucket, self)
 
-    def accumulate(
-        self,
-        gradients: ListedGradients,
-        state: State,
-        scale: float,
-        ranges: np.ndarray,
-        max_candidates: int,
-        want_sums: bool,
-    ) -> AccumulateResult:
+    def accumulate(self, gradients: ListedGradients, state: State, scale: float, search: Search) -> AccumulateResult:
         assert isinstance(gradients, TritonGradients)
-        if not alike(gradients):
-            return super().accumulate(gradients, state, scale, ranges, max_candidates, want_sums)
-        taking, board = gradients.taking, gradients.board
-        taking.make_room(max_candidates)
+        if not gradients.alike:
+            return super().accumulate(gradients, state, scale, search)
+        board, ranges = gradients.board, search.ranges
+        gradients.make_room(search.max_candidates)
         board.zero_()
-        thresholds = thresholds_of(gradients.bucket, ranges)
-        form = taking.prepare(gradients, scale, thresholds)
+        range_of = np.searchsorted(ranges["start"], [part.start for part in gradients.bucket.segments], "right") - 1
+        form = gradients.prepare(scale, ranges["threshold"][range_of])
         with using(self.device):
-            taking.settings.send()
-            taking.launch(form, state, board[:REPORT], board[REPORT:])
-        for part in ranges if want_sums else ():
+            gradients.settings.send()
+            gradients.launch(form, state, board[:REPORT], board[REPORT:])
+        for part in ranges if search.wants_sums else ():
             start = int(part["start"])
             part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
-        return seen(report, taking.candidates)
+        return gradients.result(report)
 
     def measure(self, x: torch.Tensor, offset: int, signs: torch.Tensor) -> torch.Tensor:
         """See `contract`. Two launches."""
@@ -100,7 +82,7 @@ class TritonKernels(TorchEagerKernels):
         before = offset % columns
         rows = triton.cdiv(before + x.numel(), columns)
         found = torch.empty(2 * rows + columns, device=self.device)
-        parts = torch.empty(triton.cdiv(rows, ROWS.value), columns, device=self.device)
+        parts = torch.empty(triton.cdiv(rows, MATRIX_ROWS.value), columns, device=self.device)
         with using(self.device):
             measure_rows[(len(parts),)](
                 x, signs, found, parts, offset // columns, before, x.numel(), rows, columns, **EXACT
@@ -162,12 +144,4 @@ def _sums_of(tensors: Sequence[torch.Tensor], stride: int = 1) -> np.ndarray:
     with using(device):
         chunk_sums[(len(table),)](given[1], given[0], sums, **EXACT)
     parts = np.split(sums.cpu().numpy().reshape(-1, 2), ends[:-1])
-    return np.stack([_pairwise(part) for part in parts])
-
-
-def _pairwise(sums: np.ndarray) -> np.ndarray:
-    """Add neighbours until one is left, an odd last one with zero."""
-    while len(sums) > 1:
-        sums = np.concatenate([sums, np.zeros((len(sums) % 2, 2))])
-        sums = sums[0::2] + sums[1::2]
-    return sums[0] if len(sums) else np.zeros(2)
+    return np.stack([pairwise(part) for part in parts])

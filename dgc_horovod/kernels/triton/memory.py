@@ -154,12 +154,6 @@ def using(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait for the current stream of the device; only this and `Arrival.wait` block the host in this module."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 class Arrival:
     """A place in a stream: the host waits until the device has reached it, not for what was launched after it.
 
@@ -235,7 +229,7 @@ def check_that_it_runs(device: torch.device) -> None:
         found = torch.zeros(1, dtype=torch.int32, device=device)
         with using(device):
             touch[(1,)](found)
-        wait_for(device)
+        found.cpu()  # waits for it
     except Exception as error:  # of any kind: a missing compiler, an old driver
         raise BackendUnavailable(f"Triton runs no kernel here ({type(error).__name__}: {error})") from None
 

@@ -9,16 +9,9 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedOutputs
 from dgc_horovod.kernels.contract import Elements
-from dgc_horovod.kernels.triton.decode import (
-    BITS,
-    FILL_BLOCK,
-    aggregate_into,
-    decode_positions,
-    decode_values,
-    survey,
-)
+from dgc_horovod.kernels.reference import ListedOutputs
+from dgc_horovod.kernels.triton.decode import BITS, FILL_BLOCK, aggregate_into, decode_positions, decode_values, survey
 from dgc_horovod.kernels.triton.encode import CODED, HEADER_WORDS, SUMMED
 from dgc_horovod.kernels.triton.memory import (
     EXACT,

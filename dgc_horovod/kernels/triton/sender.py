@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,15 +9,9 @@ import numpy as np
 import torch
 import triton
 
-from dgc_horovod.kernels.composed import ListedGradients
-from dgc_horovod.kernels.contract import (
-    AccumulateResult,
-    Accumulation,
-    Elements,
-    MomentumCorrection,
-    SharedMoment,
-    State,
-)
+from dgc_horovod.kernels.contract import AccumulateResult, Elements, MomentumCorrection, SharedMoment, State
+from dgc_horovod.kernels.reference import ListedGradients
+from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.kernels.triton.accumulate import (
     BAD_GRADIENT,
     BAD_RESIDUAL,
@@ -61,32 +54,6 @@ REPORT, HISTOGRAM = 16, BINS.value  # int32 words
 _NUMBERS = 16
 
 
-def _described(accumulation: Accumulation) -> tuple[int, dict[int, float]]:
-    """Return the form of `accumulate` for an accumulation, and its hyper-parameters by index."""
-    if isinstance(accumulation, MomentumCorrection) and accumulation.momentum:
-        return (NESTEROV_FEED if accumulation.nesterov else MOMENTUM_FEED).value, {
-            MOMENTUM.value: accumulation.momentum
-        }
-    if isinstance(accumulation, SharedMoment):
-        return SHARED_FEED.value, {BOUND.value: accumulation.bound}
-    return RESIDUAL_FEED.value, {}
-
-
-def _factors(accumulation: Accumulation) -> tuple[int, ...]:
-    """Return the entries of `factors` for a segment."""
-    if not isinstance(accumulation, SharedMoment):
-        return (0,) * FACTORS.value
-    rows, columns = accumulation.rows, accumulation.columns
-    return rows.data_ptr(), columns.data_ptr(), len(columns), accumulation.offset
-
-
-def alike(gradients: ListedGradients) -> bool:
-    """Return whether all gradients enter the residual in the same way, as one pass needs."""
-    accumulations = gradients.accumulations
-    how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in accumulations]
-    return how.count(how[0]) == len(how)
-
-
 class Form(NamedTuple):
     """The form of `accumulate` of a step: kind of accumulation, and whether segments are aligned."""
 
@@ -94,16 +61,12 @@ class Form(NamedTuple):
     aligned: bool
 
 
-class BucketPass:
-    """`accumulate` for one bucket, and its memory.
+class TritonGradients(ListedGradients):
+    """`contract.Gradients`, and the pass that accumulates them, with its memory."""
 
-    Args:
-        bucket: layout of the bucket.
-        device: device that holds u and v.
-    """
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.bucket, self.device = bucket, device
+    def __init__(self, bucket: Bucket, kernels: TorchEagerKernels) -> None:
+        super().__init__(bucket, kernels)
+        self.device = device = kernels.device
         self.map = BucketMap(bucket, BLOCK.value, device)
         segments = len(bucket.segments)
         self.settings = Upload(
@@ -117,6 +80,7 @@ class BucketPass:
             },
         )
         self.bases, self.counts = (torch.empty(self.map.blocks, dtype=torch.int32, device=device) for _ in range(2))
+        self.board = torch.zeros(REPORT + HISTOGRAM, dtype=torch.int32, device=device)  # of a step that the host makes
         self.max_candidates = -1
         self.make_room(0)
 
@@ -127,24 +91,34 @@ class BucketPass:
             self.positions = torch.empty(max(max_candidates, 1), dtype=torch.int32, device=self.device)
             self.values = torch.empty(max(max_candidates, 1), dtype=torch.float32, device=self.device)
 
-    def prepare(self, gradients: ListedGradients, scale: float, thresholds: Sequence[float]) -> Form:
+    @property
+    def alike(self) -> bool:
+        """Whether all gradients enter the residual in the same way, as one pass needs."""
+        how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in self.accumulations]
+        return how.count(how[0]) == len(how)
+
+    def prepare(self, scale: float, thresholds: float | np.ndarray) -> Form:
         """Write the step's addresses, thresholds and numbers to `settings`, still to be sent; gradients are `alike`.
 
         Args:
-            gradients, scale: see `Kernels.accumulate`; gradients stay until the device has read them.
-            thresholds: smallest magnitude that makes a candidate, one a segment; infinity: none.
+            scale: see `Kernels.accumulate`.
+            thresholds: smallest magnitude that makes a candidate, of all segments or of each; infinity: none.
         """
-        feed, numbers = _described(gradients.accumulations[0])
-        host = self.settings.host
-        host["gradients"][:] = addresses(gradients.arrays)
-        if feed == SHARED_FEED.value:
-            host["factors"][:] = np.ravel([_factors(each) for each in gradients.accumulations])
-        aligned = self.map.aligned and not (host["gradients"] % 16).any()
+        host, feed, how = self.settings.host, RESIDUAL_FEED, self.accumulations[0]
+        host["gradients"][:] = addresses(self.arrays)
         host["thresholds"][:] = thresholds
         host["numbers"][SCALE.value] = scale
-        for place, number in numbers.items():
-            host["numbers"][place] = number
-        return Form(feed, aligned)
+        if isinstance(how, MomentumCorrection) and how.momentum:
+            feed = NESTEROV_FEED if how.nesterov else MOMENTUM_FEED
+            host["numbers"][MOMENTUM.value] = how.momentum
+        elif isinstance(how, SharedMoment):
+            feed, every = SHARED_FEED, [each for each in self.accumulations if isinstance(each, SharedMoment)]
+            host["numbers"][BOUND.value] = how.bound
+            host["factors"][:] = np.ravel(
+                [(each.rows.data_ptr(), each.columns.data_ptr(), len(each.columns), each.offset) for each in every]
+            )
+        aligned = self.map.aligned and not (host["gradients"] % 16).any()
+        return Form(feed.value, aligned)
 
     def launch(self, form: Form, state: State, report: torch.Tensor, histogram: torch.Tensor) -> None:
         """Start the pass, after `settings` has been sent.
@@ -164,26 +138,13 @@ class BucketPass:
             **EXACT,
         )  # fmt: skip
 
-    def candidates(self, num_candidates: int) -> Elements | None:
-        """Return the candidates, on the host, by ascending position; None if they exceeded the capacity."""
-        if num_candidates > self.max_candidates:
-            return None
-        positions, order = torch.sort(self.positions[:num_candidates])
-        return Elements(positions.cpu().numpy(), self.values[:num_candidates][order].cpu().numpy())
-
-
-def thresholds_of(bucket: Bucket, ranges: np.ndarray) -> list[float]:
-    """Return for each segment the candidate threshold of its range."""
-    starts = [segment.start for segment in bucket.segments]
-    at = np.searchsorted(ranges["start"], starts, side="right") - 1
-    return [float(candidate_threshold) for candidate_threshold in ranges["threshold"][at]]
-
-
-def seen(report: np.ndarray, candidates: Callable[[int], Elements | None]) -> AccumulateResult:
-    """Return the result of a pass from its report; `candidates` is called only if all numbers are finite."""
-    flags, num_candidates = int(report[FLAGS.value]), int(report[NOTED.value])
-    found = None if flags else candidates(num_candidates)
-    return AccumulateResult(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, num_candidates, found)
+    def result(self, report: np.ndarray) -> AccumulateResult:
+        """Return the result of the pass from its report; candidates, fetched here, only if all numbers are finite."""
+        flags, count, candidates = int(report[FLAGS.value]), int(report[NOTED.value]), None
+        if not flags and count <= self.max_candidates:
+            positions, order = torch.sort(self.positions[:count])
+            candidates = Elements(positions.cpu().numpy(), self.values[:count][order].cpu().numpy())
+        return AccumulateResult(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, count, candidates)
 
 
 _WORD = 4  # bytes
@@ -255,11 +216,11 @@ class TritonSender:
         self._header = wire.constants.copy()
         self._header["count"] = k
         self.min_magnitude, self._arrival = 0.0, Arrival(device)
-        self._under_way: tuple[BucketPass, bool] | None = None  # of the step that was started, and its `masks`
+        self._under_way: tuple[TritonGradients, bool] | None = None  # of the step that was started, and its `masks`
 
-    def takes(self, gradients: ListedGradients) -> bool:
+    def takes(self, gradients: TritonGradients) -> bool:
         """See `contract.Sender`."""
-        return alike(gradients)
+        return gradients.alike
 
     def start(self, gradients: Any, state: State, scale: float, threshold: float, step: int, masks: bool) -> None:
         """See `contract.Sender`.
@@ -268,26 +229,32 @@ class TritonSender:
         order, and the caller keeps ``p.grad``.
         """
         assert self._under_way is None, "finish comes before the next start"
-        taking: BucketPass = gradients.taking
-        taking.make_room(self.max_candidates)
+        gradients.make_room(self.max_candidates)
         self._header["step"] = step % 2**32
-        taking.settings.host["header"][:] = self._header.view(np.int32)
-        form = taking.prepare(gradients, scale, [threshold] * len(gradients.arrays))
+        gradients.settings.host["header"][:] = self._header.view(np.int32)
+        form = gradients.prepare(scale, threshold)
 
         def kernels() -> None:
-            taking.settings.send()
+            gradients.settings.send()
             self._board.zero_()
-            taking.launch(form, state, self._report, self._histogram)
-            self._select(taking)
-            self._write(taking.settings.device["header"], state, masks)
+            gradients.launch(form, state, self._report, self._histogram)
+            self._select(gradients)
+            self._write(gradients.settings.device["header"], state, masks)
             # on this stream: it takes a few microseconds, as long as the events that another one would need
             self._back.copy_(self._board[: self._back.numel()], non_blocking=True)
 
+        others = (
+            state.v,
+            state.u,
+            gradients.positions,
+            gradients.counts,
+        )  # arguments that are not the sender's own memory
+        places = [0 if x is None else x.data_ptr() for x in others]
         with using(self.device):
-            self._recorded.launch((form, masks, *_places(taking, state)), kernels)
+            self._recorded.launch((form, masks, *places), kernels)
             self._arrival.record()
         gradients.arrays = [None] * len(gradients.arrays)
-        self._under_way = taking, masks
+        self._under_way = gradients, masks
 
     @property
     def ready(self) -> bool:
@@ -299,9 +266,17 @@ class TritonSender:
         assert self._under_way is not None, "start comes first"
         self._arrival.wait()
         (taken, masks), self._under_way = self._under_way, None
-        return self._seen_and_sent(taken, masks)
+        report = self._back[:REPORT].numpy()
+        if not report[READY.value] or report[ZEROS.value]:
+            return taken.result(report), None
+        total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
+        self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
+        self.min_magnitude = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
+        masked = self._masked if masks else None
+        sent = DeviceSentRecord(self._host_positions, self._positions, self._values, masked)
+        return AccumulateResult(True, True, int(report[NOTED.value]), None), sent
 
-    def _select(self, taken: BucketPass) -> None:
+    def _select(self, taken: TritonGradients) -> None:
         k, max_candidates, blocks = self.wire.capacity, taken.max_candidates, taken.map.blocks
         thresholds = taken.settings.device["thresholds"]
         refine[(triton.cdiv(max_candidates, LIST_BLOCK.value),)](
@@ -335,20 +310,3 @@ class TritonSender:
             self._positions, self._values, self._decoded, self._masked, state.v, state.u if masks else state.v,
             self._report, self._packet, k, words, MASKS=masks, **EXACT,
         )  # fmt: skip
-
-    def _seen_and_sent(self, taken: BucketPass, masks: bool) -> tuple[AccumulateResult, DeviceSentRecord | None]:
-        report = self._back[:REPORT].numpy()
-        if not report[READY.value] or report[ZEROS.value]:
-            return seen(report, taken.candidates), None
-        total = int(report[CHECKSUM.value : CHECKSUM.value + 2].view(np.uint64)[0])
-        self.payload.view(np.uint32)[CHECKSUM_WORD] = (total * CHECKSUM_FACTOR % 2**64) >> 32
-        self.min_magnitude = float(report[LEAST.value : LEAST.value + 1].view(np.float32)[0])
-        masked = self._masked if masks else None
-        sent = DeviceSentRecord(self._host_positions, self._positions, self._values, masked)
-        return AccumulateResult(True, True, int(report[NOTED.value]), None), sent
-
-
-def _places(taking: BucketPass, state: State) -> list[int]:
-    """Return the addresses of a step's kernel arguments that are not the sender's own memory."""
-    vectors = (state.v, state.u, taking.positions, taking.counts)
-    return [0 if x is None else x.data_ptr() for x in vectors]

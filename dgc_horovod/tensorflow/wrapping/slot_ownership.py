@@ -48,8 +48,7 @@ class Holder:
             (engine, k), (other, m) = here.place[name], there.place[its_name]
             engine.state.move_in(k, other.state, m)
         if here.is_compressed(name):
-            here.second[name].values[:] = there.second[its_name].values
-            here.second.refresh(name)
+            here.second[name].know(there.second[its_name].values)
             there.second.forget(its_name)
 
 
