@@ -1,0 +1,232 @@
+"""The plan over the number of workers: the best method for each, as text and as a plot."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dgc_horovod import files
+from dgc_horovod.config import HIERARCHICAL, DGCConfig
+from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.budget import LEAST_DENSITY
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.planning.cluster import Cluster, Machine
+from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost, cost
+
+MOST_WORKERS = 1024
+_WORTH = 1.1  # least speed over dense and fp16 at which compression is advised
+_CLEARLY = 0.97  # most time of a more complicated exchange over a simpler one
+
+Costs = Mapping[str, Cost]  # by name of the method
+Table = Mapping[int, Costs]  # by number of workers
+
+
+def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, machine: Machine) -> Table:
+    """Return the cost of every method for two nodes, four, eight, and so on, of at most 1,024 workers together.
+
+    Args:
+        specs, config, machine: see `cost_model.cost`.
+        cluster: links, and the number of workers of a node; the number of all workers is not used.
+    """
+    methods = METHODS if cluster.node_size > 1 else [name for name in METHODS if not name.startswith(HIERARCHICAL)]
+    return {
+        workers: {name: cost(name, specs, config, replace(cluster, workers=workers), machine) for name in methods}
+        for workers in worker_counts(cluster.node_size)
+    }
+
+
+def worker_counts(node_size: int) -> list[int]:
+    """Return the numbers of workers of the plan: those of 2, 4, 8, ... nodes of `node_size` >= 1, at most 1,024."""
+    return [node_size * 2**i for i in range(1, 11) if node_size * 2**i <= MOST_WORKERS]
+
+
+def best(costs: Costs) -> Cost:
+    """Return the exchange to take: of equal ones the simplest; dense or fp16 if compression gains less than a tenth."""
+    plain = chosen = _plain(costs)
+    for ours in (costs[name] for name in EXCHANGES if name in costs):
+        if ours.step_seconds <= (plain.step_seconds / _WORTH if chosen is plain else _CLEARLY * chosen.step_seconds):
+            chosen = ours
+    return chosen
+
+
+def _plain(costs: Costs) -> Cost:
+    """Return the better of dense and fp16."""
+    return min(costs[DENSE], costs[FP16], key=lambda each: each.step_seconds)
+
+
+def ranges(found: Table) -> list[tuple[int, int, str]]:
+    """Return the ranges of the number of workers, each with the method to take: first, last, name."""
+    each = [(name, list(group)) for name, group in groupby(found, lambda workers: best(found[workers]).name)]
+    return [(workers[0], workers[-1], name) for name, workers in each]
+
+
+_HEADS = {**{name: name for name in METHODS}, EXCHANGES[3]: "hier.+sharded"}
+_BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
+    ("time of a step, ms", lambda each: 1e3 * each.step_seconds),
+    ("efficiency, % of N times one worker", lambda each: 100 * each.efficiency),
+    ("into a network card, MB a step", lambda each: each.card_bytes / 1e6),
+    ("memory of a worker beside weights and gradients, MB", lambda each: each.memory_bytes / 1e6),
+)
+_DENSITY: tuple[str, Callable[[Cost], float]] = ("density, within the budget", lambda each: each.density)
+_COLOURS = ("#444444", "#999999", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#d55e00")  # of METHODS
+_DASHES = {DENSE: "--", FP16: "--", POWER_SGD: ":"}
+
+
+def verdicts(found: Table) -> list[str]:
+    """Return a line for each range of N: the method to take, and its gain."""
+    lines = []
+    for low, high, name in ranges(found):
+        where = f"N = {low:,}" if low == high else f"N = {low:,} to {high:,}"
+        compared = [(_plain(costs), best(costs)) for workers, costs in found.items() if low <= workers <= high]
+        gains = [plain.step_seconds / chosen.step_seconds for plain, chosen in compared]
+        gain = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (min(gains), max(gains))))  # once if they read alike
+        if name in (DENSE, FP16):
+            lines.append(f"{where}: {name}; compression gains less than a tenth")
+        else:
+            lines.append(f"{where}: --dgc-exchange {name}, {gain} times as fast as the better of dense and fp16")
+    return lines
+
+
+def text(found: Table, config: DGCConfig) -> str:
+    """Return tables of time, efficiency, bytes and memory, with a budget density; the method to take is marked."""
+    names = [name for name in METHODS if any(name in costs for costs in found.values())]
+    blocks = []
+    for title, value in _BLOCKS if config.max_bytes_per_step is None else (*_BLOCKS, _DENSITY):
+        lines = [title, f"{'N':>8}" + "".join(f"{_HEADS[name]:>15}" for name in names)]
+        for workers, costs in found.items():
+            chosen = best(costs).name
+            cells = [_cell(costs[name], value, name == chosen) for name in names]
+            lines.append(f"{workers:>8,}" + "".join(cells))
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(cost: Cost, value: Callable[[Cost], float], chosen: bool) -> str:
+    if value is _DENSITY[1]:
+        shown = f"{value(cost):.3g}" if cost.name in EXCHANGES else ""
+    else:
+        shown = _shown(value(cost))
+    return f"{shown:>14}{'*' if chosen else ' '}"
+
+
+def budget_of(config: DGCConfig) -> list[str]:
+    """Return a line on the budget, if there is one."""
+    if config.max_bytes_per_step is None:
+        return []
+    return [f"budget: {size(config.max_bytes_per_step)} a step into a network card; the last table has the densities"]
+
+
+def beyond(found: Table, config: DGCConfig) -> list[str]:
+    """Return lines on the cases in which a card gets more bytes than the budget of `config`."""
+    budget, lines = config.max_bytes_per_step, []
+    if budget is None:
+        return []
+    for name in EXCHANGES:
+        where = [f"{n:,}" for n, costs in found.items() if name in costs and costs[name].card_bytes > budget]
+        if where:
+            lines.append(f"  {name}: N = {', '.join(where)}")
+    why = [
+        f"A network card gets more than its budget of {size(budget)}: small tensors are sent dense, the lowest density",
+        f"is {LEAST_DENSITY:g}, and sharded workers that share a card without being a node have a budget each.",
+    ]
+    return [*why, *lines] if lines else []
+
+
+def _shown(number: float) -> str:
+    return f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
+
+
+def _figure(**given: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    return Figure(**given)
+
+
+def check_file(file: Path) -> None:
+    """Check that a plan can be drawn to this file, before it is made.
+
+    Raises:
+        ConfigError: there is no matplotlib, no form of that ending, or no such folder.
+    """
+    forms = _figure().canvas.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in forms:
+        raise ConfigError(f"--plot {file}: the ending decides on the form, one of {', '.join(forms)}; e.g. plan.svg")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no such folder")
+    if problem := files.problem_with(file):
+        raise ConfigError(f"--plot {file} cannot be written: {problem}")
+
+
+def draw(found: Table, title: str, file: Path) -> None:
+    """Draw efficiency, time of a step and bytes over N.
+
+    Args:
+        found: costs by number of workers.
+        title: title of the plot.
+        file: file to write; the ending decides on the form.
+
+    Raises:
+        ConfigError: there is no matplotlib, or the file cannot be written.
+    """
+    figure = _figure(figsize=(12.6, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for (name, value), axis in zip((_BLOCKS[1], _BLOCKS[0], _BLOCKS[2]), axes, strict=True):
+        _panel(axis, found, name, value, logarithmic=value is not _BLOCKS[1][1])
+    figure.suptitle(title, fontsize=11)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+    try:
+        written = io.BytesIO()
+        figure.savefig(written, format=file.suffix.removeprefix("."))
+        files.write(file, written.getvalue())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {file}: {error}") from None
+
+
+def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], logarithmic: bool) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for method, colour in zip(METHODS, _COLOURS, strict=True):
+        points = [(n, value(costs[method])) for n, costs in found.items() if method in costs]
+        if points:
+            style: dict[str, Any] = {"color": colour, "linestyle": _DASHES.get(method, "-"), "label": method}
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(found), [f"{n:,}" for n in found], fontsize=8)
+    axis.minorticks_off()
+    if logarithmic:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(0, 100)
+    axis.set_xlabel("workers, N")
+    axis.set_title(name, fontsize=10)
+    axis.grid(alpha=0.3)
+
+
+def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -> str:
+    """Return a line on the model, the step, the density and the link."""
+    card, workers = cluster.card, f"{cluster.node_size} worker{'s' * (cluster.node_size > 1)}"
+    link = f"{workers} a card of {card.bits / 1e9:.3g} Gbit/s, {1e3 * card.latency:g} ms"
+    density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.final_density:g}"
+    return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
+
+
+def duration(seconds: float) -> str:
+    """``0.0123`` -> "12.3 ms"."""
+    if seconds >= 10:
+        return f"{seconds:,.1f} s"
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.02 else f"{1e3 * seconds:.1f} ms"
+
+
+def size(nbytes: float) -> str:
+    """``1500000`` -> "1.5 MB"."""
+    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= u), (10**3, "kB"))
+    return f"{nbytes / unit:,.1f} {name}"
