@@ -91,14 +91,18 @@ class Straggler:
 
     Attributes:
         figures: those of the slowest rank.
+        place: its index in `ranks`.
         lost: mean seconds of a step in which a rank of the others waits for it.
         share: `lost` in the length of a step.
     """
 
     def __init__(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        self.figures = min(ranks, key=waiting)
-        others = [waiting(figures) for figures in ranks if figures is not self.figures]
-        self.lost = statistics.mean(others) - waiting(self.figures) if others else 0.0
+        waits = [float(figures["wait_seconds"]) / max(1, figures["timed_steps"]) for figures in ranks]  # of a step
+        least = min(waits)
+        self.place = waits.index(least)
+        self.figures = ranks[self.place]
+        others = waits[: self.place] + waits[self.place + 1 :]
+        self.lost = statistics.mean(others) - least if others else 0.0
         step = statistics.mean(figures["step_seconds"] / max(1, figures["timed_steps"]) for figures in ranks)
         self.share = min(1.0, self.lost / step) if step else 0.0
 
@@ -106,11 +110,6 @@ class Straggler:
     def notable(self) -> bool:
         """Whether it costs so much that the user should be told."""
         return self.share > MOST_LOST
-
-
-def waiting(figures: Mapping[str, Any]) -> float:
-    """Seconds of a step in which a rank waits."""
-    return float(figures["wait_seconds"]) / max(1, figures["timed_steps"])
 
 
 def on_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from dgc_horovod import leaving
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.planning.trial import COMPRESSED
-from dgc_horovod.stats import PROCESS, ExchangeStats, size, total
+from dgc_horovod.stats import PROCESS, size, total
 
 NO_STEP = "its optimizer has made no step"
 
@@ -27,25 +27,15 @@ def pending() -> int:
     return max((counts.pending for counts in PROCESS.exchanges), default=0)
 
 
-def skipped(stats: Mapping[str, float]) -> str:
-    """Return a text on skipped steps, or exchanges; "" if all were applied.
-
-    Args:
-        stats: counters of all exchanges together, see `stats.total`.
-    """
-    count, steps = stats["skipped"], stats["steps"]
-    return f"skipped {count:,} of {steps:,} (applied on no rank)" if count else ""
-
-
 def warnings(ranks: Sequence[Mapping[str, Any]] = ()) -> list[str]:
     """Return warnings about the run; none if it was sound.
 
     Args:
         ranks: figures of each rank, see `recording.rank_figures`.
     """
-    left, checks, found = pending(), PROCESS.replica_checks, []
-    if checks.differed:
-        found.append(f"the ranks' weights differed at {checks.differed:,} of {checks.made:,} comparisons")
+    left, differed, found = pending(), PROCESS.replica_mismatches, []
+    if differed:
+        found.append(f"the ranks' weights differed at {differed:,} of {PROCESS.replica_checks:,} comparisons")
     found += [
         f"rank {each['rank']} skipped {each['left_out']:,} of its local steps, whose gradient was not finite"
         for each in ranks
@@ -85,13 +75,21 @@ def line(method: str, stats: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
         ranks: see `warnings`.
         fp16: whether the script itself asked for half precision.
     """
-    if not stats["bytes_sent"]:
+    sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
+    if not sent:
         return f"{method}: the uncompressed exchange is not counted"
     if method == AUTO and not any(counts.mode == COMPRESSED for counts in PROCESS.exchanges):
         return f"auto: the uncompressed exchange was taken; {_steps(stats, 0)}"
     alone = sum(counts.steps_alone for counts in PROCESS.exchanges)
-    text = _figures(method, alone, _densities(PROCESS.exchanges), stats, fp16)
-    return "; ".join([text, *warnings(ranks)])
+    parts = [_steps(stats, alone), f"a rank sent {size(sent)}, {dense / sent:.3g}x less than fp32 ({size(dense)})"]
+    if fp16:
+        parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
+    if received:
+        parts.append(f"received {size(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
+    if stats["elements"]:
+        compressing = stats["compress_seconds"] + stats["decode_seconds"]
+        parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
+    return "; ".join([f"{method}{_density(stats)}: {'; '.join(parts)}", *warnings(ranks)])
 
 
 def not_active(method: str, reason: str) -> str:
@@ -135,39 +133,21 @@ def _at_exit(process: int, config: DGCConfig) -> None:
     say(text, inactive)
 
 
-def _densities(exchanges: Sequence[ExchangeStats]) -> tuple[float, float]:
-    """Return the density after the warm-up, and that of the last step if the warm-up was not over."""
-    counts = min(exchanges, key=lambda counts: counts.density)
-    return counts.density, max(counts.density, counts.density_now)
-
-
-def _figures(method: str, alone: int, densities: tuple[float, float], stats: Mapping[str, Any], fp16: bool) -> str:
-    sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
-    parts = [_steps(stats, alone), f"a rank sent {size(sent)}, {dense / sent:.3g}x less than fp32 ({size(dense)})"]
-    if fp16:
-        parts[-1] += f", {dense / 2 / sent:.3g}x less than the fp16 that the script asked for"
-    if received:
-        parts.append(f"received {size(received)}, {stats['bytes_dense_received'] / received:.3g}x less")
-    if stats["elements"]:
-        compressing = stats["compress_seconds"] + stats["decode_seconds"]
-        parts.append(f"{compressing:.1f} s compressing, {stats['exchange_seconds']:.1f} s waiting for other ranks")
-    return f"{method}{_density(*densities, stats)}: {'; '.join(parts)}"
-
-
 def _steps(stats: Mapping[str, Any], alone: int) -> str:
-    steps = (
-        f"{stats['steps']:,} exchanges in {stats['steps'] + alone:,} steps" if alone else f"{stats['steps']:,} steps"
-    )
-    return ", ".join(filter(None, (steps, skipped(stats))))
+    steps, skipped = stats["steps"], stats["skipped"]
+    made = f"{steps:,} exchanges in {steps + alone:,} steps" if alone else f"{steps:,} steps"
+    return made + f", skipped {skipped:,} of {steps:,} (applied on no rank)" * bool(skipped)
 
 
-def _density(final: float, last: float, stats: Mapping[str, Any]) -> str:
-    """Return a text on the mean density, and on the final one if it is different."""
+def _density(stats: Mapping[str, Any]) -> str:
+    """Return a text on the mean density, and on that in the end if it is different."""
     if not stats["elements"]:
         return ""
     mean = stats["selected"] / stats["elements"]
-    if last > final:
-        return f", density {mean:.3g} on average ({last:g} in the end: the warm-up to {final:g} was not over)"
-    return f", density {mean:.3g}" + (
-        "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
-    )
+    counts = min(PROCESS.exchanges, key=lambda counts: counts.density)
+    final = counts.density
+    if counts.density_now > final:
+        end = f" on average ({counts.density_now:g} in the end: the warm-up to {final:g} was not over)"
+    else:
+        end = "" if 0.75 * final < mean < 1.25 * final else f" on average ({final:g} in the end)"
+    return f", density {mean:.3g}{end}"

@@ -218,36 +218,27 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
     make_visible()
     config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
-    compressed = exchange.compressed
-    whole = [name for name in numel if name not in set(compressed)]
-    _log.info(
-        "dgc_horovod: %s%s, density %g: %d tensors compressed in %d bucket%s, values %s; %d small ones with %.3g%% of "
-        "all elements are sent dense, values %s%s",
-        "auto: starts with the uncompressed exchange, then tries: " if config.automatic else "",
-        config.rule,
-        config.final_density,
-        len(compressed),
-        len(sparse),
-        "s" * (len(sparse) != 1),
-        config.values,
-        len(whole),
-        100 * sum(numel[name] for name in whole) / max(1, sum(numel.values())),
-        dense_values(config, place.nodes),
-        _who(exchange),
+    whole = [name for name in numel if not exchange.is_compressed(name)]
+    trial = "auto: starts with the uncompressed exchange, then tries: " if config.automatic else ""
+    compressed = f"{len(numel) - len(whole)} tensors compressed in {len(sparse)} bucket{'s' * (len(sparse) != 1)}"
+    share = 100 * sum(numel[name] for name in whole) / max(1, sum(numel.values()))
+    text = (
+        f"{trial}{config.rule}, density {config.final_density:g}: {compressed}, values {config.values}; "
+        f"{len(whole)} small ones with {share:.3g}% of all elements are sent dense, values "
+        f"{dense_values(config, place.nodes)}{_who(exchange)}"
     )
+    _log.info("dgc_horovod: %s", text)
     if config.max_bytes_per_step is not None and exchange.workers > 1:
         _tell_budget(exchange, config.max_bytes_per_step)
     for notice in notices if sparse else ():
         _log.warning("dgc_horovod: %s", notice)
     _log.debug("dgc_horovod: sent dense: %s", ", ".join(whole))
     if envvars.horovod_autotune():
-        _log.warning(
-            "dgc_horovod: HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
-        )
+        text = "HOROVOD_AUTOTUNE toggles the response cache, on which small messages depend; unset it"
+        _log.warning("dgc_horovod: %s", text)
     if not sparse:
-        _log.warning(
-            "dgc_horovod: NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel=%d", config.min_numel
-        )
+        text = f"NOTHING IS COMPRESSED: every tensor is 1-D or smaller than min_numel={config.min_numel}"
+        _log.warning("dgc_horovod: %s", text)
     elif (
         config.momentum_correction
         and config.warmup is None
@@ -271,14 +262,11 @@ def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: float | Non
         stock: name of the uncompressed exchange, "stock Horovod" or "DDP".
     """
     names = {DENSE: stock, COMPRESSED: f"compression at density {exchange.density():g}"}
-    timed = ", ".join(f"{names[mode]} {1e3 * seconds:,.0f} ms a step" for mode, seconds in trial.seconds.items())
-    _log.info(
-        "dgc_horovod: step %d: %s: %s%s",
-        exchange.steps,
-        f"{names[trial.mode]} stays" if trial.ended else f"trying {names[trial.mode]}",
-        timed,
-        "" if expected is None else f"; expected: {names[COMPRESSED]} {1e3 * expected:,.0f} ms",
-    )
+    text = f"{names[trial.mode]} stays" if trial.ended else f"trying {names[trial.mode]}"
+    text += ": " + ", ".join(f"{names[mode]} {1e3 * time:,.0f} ms a step" for mode, time in trial.seconds.items())
+    if expected is not None:
+        text += f"; expected: {names[COMPRESSED]} {1e3 * expected:,.0f} ms"
+    _log.info("dgc_horovod: step %d: %s", exchange.steps, text)
 
 
 # Why the uncompressed exchange stays
@@ -301,13 +289,10 @@ def tell_stock(why: str, stock: str) -> None:
 def tell_too_short(total_steps: int, density: float, stock: str) -> None:
     """Warn that a run is too short to gain by compression."""
     make_visible()
-    _log.warning(
-        "dgc_horovod: auto: %d steps are too few for compression, whose density would have to be %g, or for a trial: "
-        "%s stays",
-        total_steps,
-        density,
-        stock,
+    text = (
+        f"{total_steps} steps are too few for compression, whose density would have to be {density:g}, or for a trial"
     )
+    _log.warning("dgc_horovod: auto: %s: %s stays", text, stock)
 
 
 def _who(exchange: OptimizerExchange) -> str:

@@ -7,6 +7,7 @@ itself it begins with the first compressed optimizer or tape. A process writes o
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import logging
 import os
@@ -14,11 +15,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dgc_horovod import __version__, advice, at_end, envvars, files, stats, tools
+from dgc_horovod import __version__, advice, at_end, envvars, files, stats
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
@@ -29,6 +30,8 @@ from dgc_horovod.stats import PROCESS, ExchangeStats
 _log = logging.getLogger("dgc_horovod")
 EVERY = 10.0  # seconds
 _OFTEN = 500  # records while a run lasts e times as long
+_PARTS = {"buckets": "bucket", "ranks": "rank"}  # lists in a record, and the name of an entry
+_BATCH = 1000  # metrics that MLflow takes at once
 RANKS_KEPT = 32  # in a record: the ranks that wait least for the others, and those that wait most
 MLFLOW = "mlflow:"
 Record = Mapping[str, Any]  # numbers and texts by name; of buckets and of ranks a list
@@ -71,14 +74,11 @@ def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
 
 
 class Writer:
-    """Destination of the records."""
+    """Destination of the records; the last one has ``final``."""
 
     def write(self, record: Record) -> None:
         """Add a record, or replace the one before."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """End: no more records will come."""
 
 
 def writer_for(path: str) -> Writer:
@@ -95,8 +95,9 @@ def writer_for(path: str) -> Writer:
     """
     if is_json_lines(path):
         return JsonLines(path)
-    sink: Writer = tools.load("sinks").sink_for(path)
-    return sink
+    if path.startswith(MLFLOW):
+        return MLflow(path)
+    return Prometheus(path) if path.endswith(".prom") else TensorBoard(path)
 
 
 def is_json_lines(path: str) -> bool:
@@ -134,31 +135,121 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read() != b"\n"
 
 
+def _library(name: str, path: str) -> Any:
+    """Import the library that writes to `path`. Raises ConfigError: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"{path!r} needs {name}: pip install {name}") from None
+
+
+class Prometheus(Writer):
+    """A file of gauges ``dgc_NAME``, ``dgc_bucket_NAME{bucket="0"}`` and ``dgc_rank_NAME{rank="0"}``."""
+
+    def __init__(self, path: str) -> None:
+        self._client, self._path = _library("prometheus_client", path), str(Path(path).absolute())
+
+    def write(self, record: Record) -> None:
+        """Replace the file."""
+        registry = self._client.CollectorRegistry()
+        gauges: dict[str, Any] = {}
+        for name, part, number, value in _numbers(record):
+            full_name, labels = (f"dgc_{part}_{name}", [part]) if part else (f"dgc_{name}", [])
+            if full_name not in gauges:
+                text = f"{name} of dgc_horovod's compression_stats()"
+                gauges[full_name] = self._client.Gauge(full_name, text, labels, registry=registry)
+            gauge = gauges[full_name]
+            (gauge.labels(number) if part else gauge).set(value)
+        self._client.write_to_textfile(self._path, registry)
+
+
+class TensorBoard(Writer):
+    """Scalars ``dgc/NAME``, ``dgc/bucket0/NAME`` and ``dgc/rank0/NAME`` over the steps."""
+
+    def __init__(self, path: str) -> None:
+        self._writer = _library("tensorboardX", path).SummaryWriter(path)
+
+    def write(self, record: Record) -> None:
+        """Add a point to every curve, at the record's ``steps``."""
+        for tag, value in _tagged(record).items():
+            self._writer.add_scalar(tag, value, int(record.get("steps", 0)))
+        self._writer.flush()
+        if record.get("final"):
+            self._writer.close()
+
+
+class MLflow(Writer):
+    """The scalars of `TensorBoard` in a run of its own, which is not the script's active one."""
+
+    def __init__(self, path: str) -> None:
+        mlflow, experiment = _library("mlflow", path), path.removeprefix(MLFLOW)
+        self._client, self._metric, self._error = mlflow.MlflowClient(), mlflow.entities.Metric, mlflow.MlflowException
+        try:
+            found = self._client.get_experiment_by_name(experiment)
+            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            self._run: str = self._client.create_run(number, run_name="dgc_horovod").info.run_id
+        except self._error as error:
+            raise ConfigError(f"{path!r}: {error}") from None
+
+    def write(self, record: Record) -> None:
+        """Add a point to every curve, at the record's ``steps``."""
+        now, step = int(1000 * time.time()), int(record.get("steps", 0))
+        points = [self._metric(tag, value, now, step) for tag, value in _tagged(record).items()]
+        try:
+            for first in range(0, len(points), _BATCH):
+                self._client.log_batch(self._run, points[first : first + _BATCH])
+            if record.get("final"):
+                self._client.set_terminated(self._run)
+        except self._error as error:
+            raise OSError(str(error)) from None
+
+
+def _tagged(record: Record) -> dict[str, float]:
+    """Return every number, under ``dgc/NAME``, ``dgc/bucket0/NAME`` or ``dgc/rank0/NAME``."""
+    return {
+        f"dgc/{part}{number}/{name}" if part else f"dgc/{name}": value for name, part, number, value in _numbers(record)
+    }
+
+
+def _numbers(record: Record) -> Iterator[tuple[str, str, str, float]]:
+    """Yield every finite number: its name, the kind and number of its part ("" for none), and the value."""
+    for name, value in record.items():
+        if stats.is_figure(value):
+            yield name, "", "", float(value)
+    for parts, part in _PARTS.items():
+        for i, each in enumerate(record.get(parts, ())):
+            number = str(each.get(part, i))  # a rank says which it is
+            for name, value in each.items():
+                if stats.is_figure(value) and name != part:
+                    yield name, part, number, float(value)
+
+
 class Recording:
-    """The file of this process, until `end`.
+    """The file of this process, which has none yet (`Process.is_recorded`), until `end`.
 
     Args:
         path: path of the metrics, see `writer_for`.
         method: name of the compression method, for the records.
         run: description of the job, as JSON, for the first record; its ``id`` stands in every one, by which a reader
             tells it from other jobs that write to the same file.
-        ranks_of: function that returns the latest figures of every rank.
+        ranks_of: function that returns the latest figures of every rank; None: of this rank alone, the first.
 
     Raises:
         ConfigError: it cannot be written.
     """
 
-    def __init__(self, path: str, method: str, run: Mapping[str, Any], ranks_of: RanksOf) -> None:
-        self._path, self._method, self._ranks_of = path, method, ranks_of
+    def __init__(self, path: str, method: str, run: Mapping[str, Any], ranks_of: RanksOf | None = None) -> None:
+        self._path, self._method, self._ranks_of = path, method, ranks_of or (lambda: [rank_figures(0)])
         self._id = run.get("id") or secrets.token_hex(8)
         self._start, self._process = time.monotonic(), os.getpid()
         self._writing, self._ended = threading.Lock(), threading.Event()
         self._told = False
         try:
-            self._writer: Writer = writer_for(path)
+            self._writer = writer_for(path)
             self._write(False, {"run": run} if run else {})
         except OSError as error:
             raise ConfigError(f"the metrics file {path!r} cannot be written: {error}") from None
+        PROCESS.is_recorded = True
         threading.Thread(target=self._write_on, name="dgc-metrics", daemon=True).start()
 
     def end(self) -> None:
@@ -193,8 +284,8 @@ class Recording:
             **stats.total(tallies),
             **stats.figures(tallies),
             **(choice(tallies) if self._method == AUTO else {}),
-            "replica_checks": PROCESS.replica_checks.made,
-            "replica_mismatches": PROCESS.replica_checks.differed,
+            "replica_checks": PROCESS.replica_checks,
+            "replica_mismatches": PROCESS.replica_mismatches,
             "skips": stats.skips(tallies),
             "advice": advice.given(),
             "buckets": stats.bucket_stats(tallies),
@@ -202,22 +293,6 @@ class Recording:
             **more,
         }
         self._writer.write(record)
-        if final:
-            self._writer.close()
-
-
-def begin(path: str, method: str, run: Mapping[str, Any] | None = None, ranks_of: RanksOf | None = None) -> Recording:
-    """Begin the recording of this process, which has none yet (`Process.is_recorded`).
-
-    Args:
-        path, method, run, ranks_of: see `Recording`; without the last, it has the figures of this rank alone.
-
-    Raises:
-        ConfigError: see `Recording`.
-    """
-    found = Recording(path, method, run or {}, ranks_of or (lambda: [rank_figures(0)]))
-    PROCESS.is_recorded = True
-    return found
 
 
 def begin_as_environment_says(config: DGCConfig) -> None:
@@ -234,4 +309,4 @@ def begin_as_environment_says(config: DGCConfig) -> None:
     at_end.watch(0, config)
     path = envvars.value(envvars.METRICS_FILE)
     if path and not PROCESS.is_recorded:
-        atexit.register(begin(path, method_of(config)).end)
+        atexit.register(Recording(path, method_of(config), {}).end)

@@ -110,16 +110,14 @@ class ExchangeStats:
     skipped: int = 0  # steps that were applied on no rank
     skipped_in_a_row: int = 0  # up to the last step
     left_out: int = 0  # local steps that this rank alone has skipped
-    skips: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # the first skipped steps: number, and the place of the cause
+    skips: list[tuple[int, str]] = field(default_factory=list)  # the first: number of the step, place of the cause
     figures: dict[str, float] = field(default_factory=dict)  # health of the compression
     buckets: Callable[[], Callable[[], list[dict[str, float]]] | None] = lambda: None  # while the exchange is alive
 
     def __post_init__(self) -> None:
         self.steps_of: dict[str, int] = {}  # by `mode`
         self.before_skips = 0  # steps before the first that was skipped
-        self._ends = ((0.0,) * 4,) * 2  # seconds spent until the end of the first step and of the last, as in `times`
+        self.ends = ((0.0,) * 4,) * 2  # seconds spent until the end of the first step and of the last, as in `times`
 
     def end_step(self, skipped_at: tuple[int, str] | None = None) -> None:
         """Count a step; `skipped_at`: number of a skipped step, and the place of the cause."""
@@ -133,7 +131,7 @@ class ExchangeStats:
         self.steps += 1
         self.steps_of[self.mode] = self.steps_of.get(self.mode, 0) + 1
         now = time.perf_counter(), self.traffic.compressing, self.traffic.decoding, self.traffic.waiting
-        self._ends = self._ends[0] if any(self._ends[0]) else now, now
+        self.ends = self.ends[0] if any(self.ends[0]) else now, now
 
     def close(self) -> None:
         """Count, at the end of the job, the local steps of a graph that no exchange has followed."""
@@ -148,12 +146,8 @@ class ExchangeStats:
             ``timed_steps``: their number; ``step_seconds``, from the end of the first to the end of the last, and the
             parts ``compress_seconds``, ``decode_seconds``, ``wait_seconds``: waiting for other ranks.
         """
-        spent = {name: last - first for name, first, last in zip(COUNTERS[1:], *self._ends, strict=True)}
+        spent = {name: last - first for name, first, last in zip(COUNTERS[1:], *self.ends, strict=True)}
         return {"timed_steps": max(0, self.steps - 1), **spent}
-
-    def span(self) -> tuple[float, float]:
-        """Return the times at which the first and the last step ended, on one clock of this process."""
-        return self._ends[0][0], self._ends[1][0]
 
     def stats(self) -> dict[str, float]:
         """Return the counters, and those that fp32 ring allreduces of all tensors would have."""
@@ -174,25 +168,12 @@ class ExchangeStats:
         }
 
 
-@dataclass
-class ReplicaChecks:
-    """Number of comparisons of the ranks' weights, and of those that found a difference."""
-
-    made: int = 0
-    differed: int = 0
-
-    def count(self, same: bool) -> None:
-        """Count a comparison."""
-        self.made += 1
-        self.differed += not same
-
-
 class Process:
     """State that a process has once, whatever it trains.
 
     Attributes:
         exchanges: counters of every exchange that was made.
-        replica_checks: comparisons of the ranks' weights.
+        replica_checks, replica_mismatches: comparisons of the ranks' weights, and those that found a difference.
         advice: warnings that were given, by kind.
         is_recorded: whether metrics are written to a file.
         tells_at_end: whether an exit handler will give the warnings of the end.
@@ -200,7 +181,7 @@ class Process:
 
     def __init__(self) -> None:
         self.exchanges: list[ExchangeStats] = []
-        self.replica_checks = ReplicaChecks()
+        self.replica_checks = self.replica_mismatches = 0
         self.advice: dict[str, str] = {}
         self.is_recorded = self.tells_at_end = False
         self._numbers: dict[str, Iterator[int]] = {}
@@ -224,7 +205,7 @@ def times(tallies: list[ExchangeStats]) -> dict[str, float]:
     """The times of several exchanges together; where two optimizers step in turn, seconds of both count once."""
     found, until = _sum([counts.times() for counts in [ExchangeStats(1, 0), *tallies]]), 0.0
     found[COUNTERS[1]] = 0.0
-    for first, last in sorted(counts.span() for counts in tallies):
+    for first, last in sorted((counts.ends[0][0], counts.ends[1][0]) for counts in tallies):
         found[COUNTERS[1]] += max(0.0, last - max(first, until))
         until = max(until, last)
     return found

@@ -16,7 +16,7 @@ from benchmarks.report import RESULTS, complete, markdown, read_results, where
 from dgc_horovod import DGCConfig
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import EXCHANGES, METHODS, traffic_of
-from dgc_horovod.tools.plan.show import worker_counts
+from dgc_horovod.tools.plan_table import worker_counts
 
 FILE = RESULTS / "planning.json"
 MODEL, NODE_SIZES = "resnet50", (1, 4, 8)

@@ -43,9 +43,9 @@ def run(words: Sequence[str]) -> int:
     if _told(args, job):
         return 0
     if args.plan:
-        return int(tools.load("plan.command").run(args, job))
+        return int(tools.load("plan").run(args, job))
     if args.doctor:
-        return int(tools.load("doctor.report").run(args, job, ssh))
+        return int(tools.load("doctor").run(args, job, ssh))
     if not args.command:
         raise ConfigError("no command was given, e.g. dgcrun -np 2 --dgc python train.py")
     torchrun.refuse_under_horovod(args.command)

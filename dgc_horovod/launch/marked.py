@@ -1,8 +1,11 @@
-"""A JSON answer at the end of a line, among whatever else a child process prints."""
+"""A child process that answers in JSON, at the end of a line, among whatever else it prints."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 MARK = "DGC_ANSWER "
@@ -18,3 +21,27 @@ def marked(output: str) -> Any | None:
         return json.loads(answers[-1]) if answers else None
     except (ValueError, RecursionError):
         return None
+
+
+def ask(command: Sequence[str], seconds: float) -> tuple[Any | None, str]:
+    """Run a child process that prints an answer; returns the answer and "", or None and what is wrong with the process.
+
+    Args:
+        command: command line of the process, which gets no input.
+        seconds: seconds within which it must have ended.
+    """
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it took more than {seconds:g} s"
+    except OSError as error:
+        return None, str(error)
+    found = marked(ended.stdout)
+    if found is not None:
+        return found, ""
+    if ended.returncode < 0:
+        return None, f"it crashed with {signal.Signals(-ended.returncode).name}"
+    said = ended.stderr.strip().splitlines() or ["no output"]
+    return None, f"it ended with exit code {ended.returncode}: {said[-1]}"

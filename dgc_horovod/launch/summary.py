@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, NamedTuple
 
-from dgc_horovod import at_end, envvars, leaving, recording
+from dgc_horovod import at_end, envvars, leaving
 from dgc_horovod.launch.reports import Reports
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusBoard
@@ -88,7 +88,7 @@ class Outcome:
         path = self.job.get(envvars.METRICS_FILE)
         if rank == 0 and path and not PROCESS.is_recorded:
             ranks_of = None if self._reports is None else self._reports.of_all
-            self._recording = recording.begin(path, self.job.method, self._run(), ranks_of)
+            self._recording = Recording(path, self.job.method, self._run(), ranks_of)
 
     def _run(self) -> dict[str, Any]:
         """What dgcrun says of the job."""

@@ -1,4 +1,4 @@
-"""Tools beside a job: the doctor, the plan, the report, the build of Horovod, other forms of metrics.
+"""Tools beside a job: the doctor, the plan, the report, the build of Horovod.
 
 Tools import the rest of the package; the rest gets a tool by `load` alone, when it is used.
 """

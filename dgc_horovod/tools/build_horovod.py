@@ -215,8 +215,12 @@ def build_environment(work: Path, build: Build) -> dict[str, str]:
     return environment
 
 
-def run_logged(command: list[str], environment: dict[str, str], log: Path) -> Iterator[str]:
-    """Run `command`, copy its output to `log`, yield each line; raise BuildFailed if it fails."""
+def run_logged(command: list[str], environment: dict[str, str], log: Path) -> None:
+    """Run `command` with its output in `log`, and show how far ninja is; raise BuildFailed if it fails.
+
+    Progress is one line, rewritten on a terminal, every 10% elsewhere.
+    """
+    start, shown, on_terminal = time.monotonic(), -1, sys.stderr.isatty()
     with (
         log.open("w") as sink,
         subprocess.Popen(
@@ -226,7 +230,15 @@ def run_logged(command: list[str], environment: dict[str, str], log: Path) -> It
         assert process.stdout is not None
         for line in process.stdout:
             sink.write(line)
-            yield line
+            if not (match := re.match(r"\s*\[(\d+)/(\d+)\]", line)):
+                continue
+            done, total = int(match[1]), int(match[2])
+            if on_terminal or done * 10 // total != shown:
+                shown, minutes = done * 10 // total, (time.monotonic() - start) / 60
+                text = f"  building Horovod: {done}/{total} files, {minutes:.1f} min "
+                print(text, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
+    if on_terminal:
+        print(file=sys.stderr)
     if process.returncode:
         raise BuildFailed(f"Horovod did not build (exit {process.returncode}). Whole log: {log}\n{tail(log)}")
 
@@ -240,23 +252,6 @@ def tail(log: Path) -> str:
     return "\n".join(wrong[:MOST_ERRORS] or lines[-LOG_TAIL_LINES:])
 
 
-def show_progress(lines: Iterator[str]) -> None:
-    """One line that says how far ninja is, rewritten on a terminal, every 10% elsewhere."""
-    start, shown = time.monotonic(), -1
-    for line in lines:
-        if not (match := re.match(r"\s*\[(\d+)/(\d+)\]", line)):
-            continue
-        done, total = int(match[1]), int(match[2])
-        tenth = done * 10 // total
-        if sys.stderr.isatty() or tenth != shown:
-            end = "\r" if sys.stderr.isatty() else "\n"
-            minutes = (time.monotonic() - start) / 60
-            print(f"  building Horovod: {done}/{total} files, {minutes:.1f} min ", end=end, file=sys.stderr, flush=True)
-            shown = tenth
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-
-
 def build_wheel(build: Build, target: Path) -> Path:
     """Compile Horovod from its published source into `target`; returns the wheel's path."""
     target.mkdir(parents=True, exist_ok=True)
@@ -267,7 +262,7 @@ def build_wheel(build: Build, target: Path) -> Path:
         command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-cache-dir",
                    "--no-build-isolation", "--no-binary", "horovod", "--wheel-dir", str(work / "out"),
                    f"horovod=={HOROVOD_VERSION}"]  # fmt: skip
-        show_progress(run_logged(command, build_environment(work, build), target / "build.log"))
+        run_logged(command, build_environment(work, build), target / "build.log")
         (wheel,) = (work / "out").glob("horovod-*.whl")
         partial = target / (wheel.name + ".partial")
         shutil.copy(wheel, partial)

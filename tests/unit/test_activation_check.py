@@ -21,7 +21,6 @@ from dgc_horovod.launch.settings import Job, resolve
 from dgc_horovod.launch.status_server import StatusBoard, StatusServer
 from dgc_horovod.launch.summary import Outcome
 from dgc_horovod.stats import COUNTERS
-from dgc_horovod.tools import sinks
 
 
 @pytest.fixture
@@ -379,7 +378,7 @@ def test_what_is_no_report_is_left_out(server, monkeypatch):
         assert [figures["rank"] for figures in told] == [0, 2], entry
         assert told[1] == {"rank": 2, "host": "", **COUNTS, "overlap": 0.5}
         reports._judge(told)
-        assert len(list(sinks._numbers({"ranks": recording.bounded(told)}))) >= 2 * len(COUNTERS)
+        assert len(list(recording._numbers({"ranks": recording.bounded(told)}))) >= 2 * len(COUNTERS)
 
 
 def test_a_word_of_another_shape_is_no_word(server, monkeypatch):

@@ -14,11 +14,10 @@ from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.hosts import HostReport
 from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.tools.doctor import diagnoses, link
-from dgc_horovod.tools.doctor import report as doctor
-from dgc_horovod.tools.doctor.diagnoses import BAD, NOTE, OK, Facts
-from dgc_horovod.tools.doctor.link import Link
-from dgc_horovod.tools.plan.shapes import parse_size
+from dgc_horovod.tools import doctor, link
+from dgc_horovod.tools.doctor import BAD, NOTE, OK, Facts
+from dgc_horovod.tools.link import Link
+from dgc_horovod.tools.plan import parse_size
 
 GIGABIT, RESNET50, VGG16 = 1e9, 25_600_000, 138_400_000
 
@@ -49,9 +48,9 @@ def marks(findings):
 
 def test_environment():
     assert marks(
-        diagnoses.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
+        doctor.judge_environment({"HOROVOD_CYCLE_TIME": "1", "HOROVOD_AUTOTUNE": "0", "DGC_ENABLED": "1"})
     ) == [OK]
-    found = diagnoses.judge_environment(
+    found = doctor.judge_environment(
         {"HOROVOD_AUTOTUNE": "1", "HOROVOD_CACHE_CAPACITY": "0", "HOROVOD_CYCLE_TIME": "20", "DGC_ENABLED": "0",
          "DGC_CONFIG_FILE": "/etc/dgc.yaml"}
     )  # fmt: skip
@@ -65,7 +64,7 @@ def report(host, problem="", **found):
 
 
 def test_hosts_alike():
-    (finding,) = diagnoses.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
+    (finding,) = doctor.judge_hosts([report("a"), report("b", **{"tensorflow-cpu": "", "tensorflow": "2.21.0"})])
     assert finding == (OK, "a, b: Horovod 0.28.1, torch 2.13.0, TensorFlow 2.21.0, Python 3.11.7", "")
 
 
@@ -80,17 +79,17 @@ def test_hosts_alike():
     ],
 )
 def test_hosts_that_differ(other, mark, said):
-    fit, finding = diagnoses.judge_hosts([report("a"), report("b"), report("c", **other)])
+    fit, finding = doctor.judge_hosts([report("a"), report("b"), report("c", **other)])
     assert finding[:2] == (mark, said) and finding.advice
     assert fit.mark == OK and said.split(":")[0] not in fit.text
 
 
 def test_hosts_that_are_not_fit():
     silent = HostReport("b", {}, "no answer within 60 s; is ssh to it possible without a password?")
-    fit, finding = diagnoses.judge_hosts([report("a"), silent])
+    fit, finding = doctor.judge_hosts([report("a"), silent])
     assert fit.text.startswith("a: ")
     assert finding == (BAD, "b: no answer within 60 s", "is ssh to it possible without a password?")
-    (alone,) = diagnoses.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
+    (alone,) = doctor.judge_hosts([HostReport("b", {}, "python cannot be run there: no such file")])
     assert alone.text == "b: python cannot be run there: no such file" and alone.advice
 
 
@@ -105,53 +104,53 @@ TORCH = {"version": "2.13.0+cpu", "parts": ["gloo", "mpi"], "cuda": False, "cuda
 
 
 def test_horovod():
-    assert marks(diagnoses.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
-    assert marks(diagnoses.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
-    assert marks(diagnoses.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
-    assert marks(diagnoses.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
-    assert marks(diagnoses.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
-    assert marks(diagnoses.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
-    assert marks(diagnoses.judge_horovod(facts())) == [OK, BAD]
-    assert marks(diagnoses.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
+    assert marks(doctor.judge_horovod(facts(torch=TORCH, tensorflow={"version": "2.21.0", "parts": []}))) == [OK] * 4
+    assert marks(doctor.judge_horovod(facts(torch={**TORCH, "version": "2.14.0"}))) == [OK, BAD, OK]
+    assert marks(doctor.judge_horovod(facts(torch=TORCH, mpirun=""))) == [OK, OK, NOTE]
+    assert marks(doctor.judge_horovod(facts(torch={**TORCH, "parts": []}))) == [OK, OK, BAD]
+    assert marks(doctor.judge_horovod(facts(torch={"error": "it crashed with SIGSEGV"}))) == [OK, BAD]
+    assert marks(doctor.judge_horovod(facts(packages={"horovod": "0.27.0"}, torch=TORCH))) == [NOTE, OK, OK]
+    assert marks(doctor.judge_horovod(facts())) == [OK, BAD]
+    assert marks(doctor.judge_horovod(facts(packages={"horovod": None}))) == [BAD]
 
 
 def test_a_framework_that_horovod_was_not_built_for_stops_no_job_of_the_other():
     other = facts(packages={"built_for": {"pytorch": "2.13.0+cpu"}}, torch=TORCH, tensorflow={"error": "ImportError"})
-    assert marks(diagnoses.judge_horovod(other)) == [OK, OK, NOTE, OK]
+    assert marks(doctor.judge_horovod(other)) == [OK, OK, NOTE, OK]
 
 
 def test_cuda():
     cuda = {**TORCH, "cuda": True, "cuda_built": "13.0", "cuda_kernels": "torch_eager"}
-    *_, without = diagnoses.judge_horovod(facts(torch=cuda))
+    *_, without = doctor.judge_horovod(facts(torch=cuda))
     assert without.mark == BAD and "without CUDA: it ends the process" in without.text
-    *_, nccl = diagnoses.judge_horovod(facts(torch={**cuda, "parts": ["gloo", "cuda"]}))
+    *_, nccl = doctor.judge_horovod(facts(torch={**cuda, "parts": ["gloo", "cuda"]}))
     assert nccl.text == "built without NCCL: GPU gradients go through host memory"
     assert "HOROVOD_GPU_OPERATIONS=NCCL" in nccl.advice
-    assert not any("NCCL" in each.text for each in diagnoses.judge_horovod(facts(torch=TORCH)))
+    assert not any("NCCL" in each.text for each in doctor.judge_horovod(facts(torch=TORCH)))
     with_nccl = facts(torch={**cuda, "parts": ["gloo", "nccl", "cuda"]}, packages={"triton": "3.6.0"})
-    assert marks(diagnoses.judge_horovod(with_nccl)) == [OK] * 3
-    cpu, gpu = diagnoses.judge_kernels(with_nccl)
+    assert marks(doctor.judge_horovod(with_nccl)) == [OK] * 3
+    cpu, gpu = doctor.judge_kernels(with_nccl)
     assert cpu == (OK, "CPU tensors: native (AVX2)", "")
     assert gpu.mark == NOTE and "torch_eager" in gpu.text and "Triton 3.6.0" in gpu.text
-    hidden = diagnoses.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
+    hidden = doctor.judge_kernels(facts(torch={**cuda, "cuda": False}))[-1]
     assert "no CUDA device" in hidden.text
 
 
 def test_kernels():
     slow = facts(packages={"kernels": "torch_eager", "not_native": "it was not built"})
-    assert diagnoses.judge_kernels(slow)[0].mark == NOTE and "compiler" in diagnoses.judge_kernels(slow)[0].advice
+    assert doctor.judge_kernels(slow)[0].mark == NOTE and "compiler" in doctor.judge_kernels(slow)[0].advice
     asked = facts(packages={"kernels": "reference"})
-    assert "DGC_BACKEND" in diagnoses.judge_kernels(asked)[0].text
+    assert "DGC_BACKEND" in doctor.judge_kernels(asked)[0].text
     none = facts(packages={"kernels": None, "error": "ModuleNotFoundError: No module named 'dgc_horovod'"})
-    assert marks(diagnoses.judge_kernels(none)) == [BAD]
+    assert marks(doctor.judge_kernels(none)) == [BAD]
 
 
 def test_links():
     good, lame, cut = Link("a", 941e6, 940e6, 2e-4), Link("b", 941e6, 94e6, 2e-4), Link("c", problem="no connection")
-    found = diagnoses.judge_links([good, lame, cut], True)
+    found = doctor.judge_links([good, lame, cut], True)
     assert marks(found) == [OK, NOTE, BAD]
     assert found[0].text == "a: 941 Mbit/s there, 940 Mbit/s back, round trip 0.20 ms"
-    assert "memory" in diagnoses.judge_links([], False)[0].text and marks(diagnoses.judge_links([], True)) == [NOTE]
+    assert "memory" in doctor.judge_links([], False)[0].text and marks(doctor.judge_links([], True)) == [NOTE]
 
 
 # -- all of it

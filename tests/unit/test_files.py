@@ -19,7 +19,7 @@ from dgc_horovod.errors import CheckpointError, ConfigError
 from dgc_horovod.launch import config_file, hosts, inputs
 from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
-from dgc_horovod.tools.plan import show
+from dgc_horovod.tools import plan_table
 from dgc_horovod.tools.report import command, figures
 
 SECONDS = 20  # in which each must have ended
@@ -77,7 +77,7 @@ USES = {
     "config file": config_file.read,
     "hostfile": lambda path: inputs._hosts(Namespace(hosts=None, hostfile=path)),
     "command": lambda path: hosts.interpreter_of([path]),
-    "plot": lambda path: show.draw({}, "title", Path(path)),
+    "plot": lambda path: plan_table.draw({}, "title", Path(path)),
     "checkpoint to save": save,
     "checkpoint to load": lambda path: checkpoint.load(path, Alone(), None, True),
     "manifest": lambda path: checkpoint._check_own(_with_manifest(path), "holds"),

@@ -252,8 +252,7 @@ def test_prometheus(tmp_path):
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
     writer = recording.writer_for(f"{tmp_path}/board/")
-    writer.write(STATS)
-    writer.close()
+    writer.write({**STATS, "final": True})
     (file,) = (tmp_path / "board").iterdir()
     assert b"dgc/bucket1/age" in file.read_bytes()
 
@@ -290,8 +289,9 @@ def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, monkeypatch
     assert "mode" not in record_of("auto")
 
 
-def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, capsys):
+def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, monkeypatch, capsys):
     """Where rank 0 of an elastic job had left, there was none, nor any more metrics."""
+    monkeypatch.setattr(PROCESS, "is_recorded", False)
     path = tmp_path / "metrics.jsonl"
     given = {"DGC_COMPRESSION": "dgc", "DGC_METRICS_FILE": str(path)}
     outcome = Outcome(resolve({}, given, []))
@@ -325,9 +325,9 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
 def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch, capsys):
     """80 of 90 steps were skipped, and the last line said "90 steps ... 25x less"; so does a script without dgcrun."""
     counts = ExchangeStats(2, 100, offered=100, selected=100)
-    checks = stats.ReplicaChecks()
     monkeypatch.setattr(PROCESS, "exchanges", [counts])
-    monkeypatch.setattr(PROCESS, "replica_checks", checks)
+    monkeypatch.setattr(PROCESS, "replica_checks", 0)
+    monkeypatch.setattr(PROCESS, "replica_mismatches", 0)
     outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
     counts.traffic.count(10, 10)
     for i in range(1000):
@@ -339,7 +339,7 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
     counts.end_step((1001, "rank 1, among 'w'"))
     assert counts.skipped_in_a_row == 2
     counts.skipped, counts.left_out = 800, 3
-    checks.count(True), checks.count(False)
+    PROCESS.replica_checks, PROCESS.replica_mismatches = 2, 1
     at_end._at_exit(os.getpid(), DGCConfig())
     told = capsys.readouterr().err
     for text in ("skipped 800 of 1,002", "the ranks' weights differed at 1 of 2 comparisons"):

@@ -34,9 +34,8 @@ from dgc_horovod.planning.cost_model import (
     traffic_of,
 )
 from dgc_horovod.stats import Traffic
-from dgc_horovod.tools.plan.measure import measured
-from dgc_horovod.tools.plan.shapes import shapes_of, tensors
-from dgc_horovod.tools.plan.show import best, ranges, table
+from dgc_horovod.tools.plan import measured, shapes_of, tensors
+from dgc_horovod.tools.plan_table import best, ranges, table
 
 RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)
 SPECS = tensors(25_600_000, DGCConfig())

@@ -84,7 +84,7 @@ def test_a_line_that_is_too_deep_for_a_parser_is_left_out(tmp_path):
 
 def test_the_straggler_is_the_rank_that_waits_least():
     run = Run(records(SLOW))
-    slowest = figures.straggler(run)
+    slowest = run.straggler
     assert slowest.figures["rank"] == 2 and slowest.lost == pytest.approx(0.05) and slowest.share == pytest.approx(0.5)
     assert answers(run)["Slowest rank"][0] == "rank 2 (host2) is slow" and answers(run)["Slowest rank"][2] == LOOK
     even = Run(records((0.05, 0.051, 0.05, 0.049)))

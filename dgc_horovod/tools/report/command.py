@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +80,15 @@ def write_page(job: Job, path: str, description: dict[str, Any]) -> None:
         _write(path, parts[-1])
     except Exception as error:  # from matplotlib or an odd record: the exit code must stay that of the job
         said = error if isinstance(error, (ConfigError, OSError)) else f"{type(error).__name__}: {error}"
-        _say(
+        text = (
             f"no report: {said}. Rank 0 writes that file on its host; run there: python -m dgc_horovod.report "
             f"{metrics} -o {path}"
         )
     else:
-        _say(f"the report is {path}, made of {metrics}{_left_out(parts[:-1])}")
-
-
-def _left_out(parts: Sequence[Run]) -> str:
-    """Return a text on the parts of a job before the last: each new process that becomes rank 0 counts anew."""
-    if not parts:
-        return ""
-    steps = sum(part.number("steps") for part in parts)
-    return f"; rank 0 was replaced while it ran, and the {steps:,.0f} steps before are not in it"
-
-
-def _say(text: str) -> None:
+        text = f"the report is {path}, made of {metrics}"
+        if parts[:-1]:  # each new process that becomes rank 0 counts anew
+            steps = sum(part.number("steps") for part in parts[:-1])
+            text += f"; rank 0 was replaced while it ran, and the {steps:,.0f} steps before are not in it"
     print(f"dgcrun: {text}", file=sys.stderr, flush=True)
 
 
@@ -109,8 +100,7 @@ def _write(path: str, run: Run) -> None:
 def metrics_beside(page: str) -> str:
     """Return the default metrics file of a page: report.jsonl beside report.html, else PAGE.jsonl."""
     path = Path(page).absolute()
-    name = path.stem if path.suffix.lower() in _PAGES else path.name
-    return str(path.with_name(name + _LINES))
+    return str(path.with_name((path.stem if path.suffix.lower() in _PAGES else path.name) + _LINES))
 
 
 def check(page: str, metrics: str) -> None:

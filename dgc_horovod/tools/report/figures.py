@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,6 +51,17 @@ class Run:
     def ranks(self) -> list[Record]:
         """The latest figures of each rank in the record."""
         return ranks_of(self.last)
+
+    @property
+    def timed(self) -> list[tuple[Record, Times]]:
+        """The latest figures of each rank whose steps were timed, with the mean times of a step."""
+        return [(rank, found) for rank in self.ranks if (found := times(rank)) is not None]
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that waits least; None if only one rank is in the records."""
+        told = [rank for rank, _ in self.timed]
+        return Straggler(told) if len(told) > 1 else None
 
     def number(self, name: str, missing: float = 0.0) -> float:
         """Return a number of the latest record, see `number`."""
@@ -100,10 +111,17 @@ def read(path: str) -> list[Run]:
         raise ConfigError(f"the metrics file {path!r} cannot be read: {error}") from None
     runs: list[Run] = []
     latest: dict[str, Run] = {}  # of each job
-    for record in _records(lines):
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # perhaps of a job that was killed while it wrote
+            continue
+        if not isinstance(record, dict) or "steps" not in record:
+            continue
         job = str(record.get("id", ""))
         run = latest.get(job)
-        if run is None or _begins(record, run):
+        # another process than the one that has written the records before
+        if run is None or run.ended or "run" in record or number(record, "seconds") < run.number("seconds"):
             run = latest[job] = Run([])
             runs.append(run)
         run.records.append(record)
@@ -113,21 +131,6 @@ def read(path: str) -> list[Run]:
             "file for Prometheus"
         )
     return runs
-
-
-def _begins(record: Record, run: Run) -> bool:
-    """Whether a record is the first of another process than the one that has written `run`."""
-    return run.ended or "run" in record or number(record, "seconds") < number(run.last, "seconds")
-
-
-def _records(lines: list[str]) -> Iterator[Record]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # perhaps of a job that was killed while it wrote
-            continue
-        if isinstance(record, dict) and "steps" in record:
-            yield record
 
 
 _MOST_STOCK = 0.1  # largest share of stock steps at which the mean is one of compressed steps
@@ -184,12 +187,6 @@ def series(run: Run) -> dict[int, list[tuple[float, Times]]]:
     return found
 
 
-def straggler(run: Run) -> Straggler | None:
-    """Return the rank that waits least; None if only one rank is in the records."""
-    told = [figures for figures in run.ranks if number(figures, "timed_steps") > 0]
-    return Straggler(told) if len(told) > 1 else None
-
-
 def saved(run: Run) -> list[Saved]:
     """Return the gain of a step over links of several rates.
 
@@ -197,8 +194,7 @@ def saved(run: Run) -> list[Saved]:
     measured one is compression, decoding, and the wait of the rank that waits least: the others also wait for that
     rank, as dense training would. Empty if more than a tenth of the steps were stock Horovod's.
     """
-    ranks = [each for told in run.ranks if (each := times(told)) is not None]
-    steps = run.number("steps")
+    ranks, steps = [each for _, each in run.timed], run.number("steps")
     if not (ranks and steps and run.number("bytes_received")) or run.number("stock_steps") > _MOST_STOCK * steps:
         return []
     dense, whole = run.number("bytes_dense_received") / steps, mean(ranks)

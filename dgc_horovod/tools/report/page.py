@@ -1,18 +1,21 @@
-"""The page of a run: tiles with the main answers, plots, and tables of all figures."""
+"""The page of a run: tiles with the main answers, plots, and tables of all figures; its style is `page.css`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from dgc_horovod.notices import not_finite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.tools.report import figures, plots
 from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain, size
-from dgc_horovod.tools.report.html import document, table, tag
 
+_NO_PLOTS = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
+_STYLE = Path(__file__).with_name("page.css")
 _MODES = {DENSE: "uncompressed", "fp16": "uncompressed, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
 GOOD, LOOK, PLAIN = "good", "look", "plain"
 
@@ -72,7 +75,7 @@ def _sent(run: Run) -> Tile:
 
 
 def _slow(run: Run) -> Tile | None:
-    slowest = figures.straggler(run)
+    slowest = run.straggler
     if slowest is None:
         return None
     name = f"rank {slowest.figures['rank']:.0f} ({slowest.figures['host']})"
@@ -130,24 +133,65 @@ _HEALTH = {
 
 def page(run: Run) -> str:
     """Return the page as HTML, which loads nothing and runs nothing."""
-    command = run.description.get("command")
+    command, method = run.description.get("command"), run.last.get("method", "")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="color-scheme", content="light dark"),
+        tag("title", f"dgc_horovod: {command or method}"),
+        tag("style", _STYLE.read_text("utf-8")),
+    )
     tables = (_ranks, _bytes, _saved, _health, _skips, _buckets, _job, _settings)
-    return document(
-        f"dgc_horovod: {command or run.last.get('method', '')}",
-        tag("h1", f"Compression {run.last.get('method', '')}"),
+    main = tag(
+        "main",
+        tag("h1", f"Compression {method}"),
         tag("p", tag("code", str(command or "a script that was started without dgcrun"))),
         tag("section", *map(_tile, tiles(run)), class_="tiles"),
-        tag("section", *plots.of_run(run), class_="plots"),
+        tag("section", *_plots(run), class_="plots"),
         tag("div", *(section for shown in tables for section in shown(run)), class_="tables"),
     )
+    root = tag("html", head, tag("body", main), lang="en")
+    return "<!doctype html>\n" + ElementTree.tostring(root, encoding="unicode", method="html") + "\n"
+
+
+def tag(name: str, *content: str | Element, **attributes: str) -> Element:
+    """An element of a page, with all text escaped: first a text, if any, then elements.
+
+    ``class_`` stands for the attribute ``class``.
+    """
+    made = Element(name, {key.rstrip("_").replace("_", "-"): text for key, text in attributes.items()})
+    for part in content:
+        if isinstance(part, str):
+            made.text = part
+        else:
+            made.append(part)
+    return made
+
+
+def _plots(run: Run) -> list[Element]:
+    drawn = plots.of_run(run)
+    if drawn is None:
+        return [tag("p", _NO_PLOTS, class_="note")]
+    return [tag("figure", picture, tag("figcaption", caption)) for caption, picture in drawn.items()]
 
 
 def _section(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", marked: int | None = None
 ) -> list[Element]:
-    """A table under its title, with a note; nothing without rows."""
-    parts = [tag("h2", title), table(head, rows, marked), *([tag("p", note, class_="note")] if note else [])]
-    return [tag("section", *parts)] if rows else []
+    """A table under its title, with a note; nothing without rows.
+
+    It scrolls by itself where the screen is narrow; row `marked` stands out.
+    """
+    lines = [
+        tag("tr", *(tag("td", cell) for cell in row), **({"class_": "marked"} if i == marked else {}))
+        for i, row in enumerate(rows)
+    ]
+    heads = tag("tr", *(tag("th", text, scope="col") for text in head))
+    table = tag("div", tag("table", tag("thead", heads), tag("tbody", *lines)), class_="scroll")
+    notes = [tag("p", note, class_="note")] if note else []
+    return [tag("section", tag("h2", title), table, *notes)] if rows else []
 
 
 def _tile(tile: Tile) -> Element:
@@ -157,10 +201,8 @@ def _tile(tile: Tile) -> Element:
 
 
 def _ranks(run: Run) -> list[Element]:
-    slowest, rows = figures.straggler(run), []
-    slow = slowest.figures["rank"] if slowest is not None and slowest.notable else None
-    told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
-    for rank, times in told:
+    slowest, rows = run.straggler, []
+    for rank, times in run.timed:
         parts = (times.step, times.compute, times.compress, times.decode, times.wait)
         waits = plain(number(rank, "residual_ratio", math.nan))
         rows.append([f"{rank['rank']:.0f}", rank["host"], *map(milliseconds, parts), waits])
@@ -171,8 +213,7 @@ def _ranks(run: Run) -> list[Element]:
     )
     if len(rows) < 2:
         note += " Only rank 0 is known: the others report if dgcrun has started them."
-    marked = next((i for i, (rank, _) in enumerate(told) if rank["rank"] == slow), None)
-    return _section("Ranks", head, rows, note, marked)
+    return _section("Ranks", head, rows, note, slowest.place if slowest is not None and slowest.notable else None)
 
 
 def _bytes(run: Run) -> list[Element]:

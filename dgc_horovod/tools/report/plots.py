@@ -3,54 +3,49 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from dgc_horovod.tools.report import figures
 from dgc_horovod.tools.report.figures import Run, number
-from dgc_horovod.tools.report.html import tag
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MISSING = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
 _INCHES = 4.6, 2.7
 _INK = "#010203"  # replaced by the colour of the page's text
 _COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "wait": "#8d949c"}
 _RED, _GREEN = "#dc4b57", "#2f9e6e"
 _MOST_POINTS = 300  # of a curve
 _FEW_RANKS = 12  # number of names that fit beside the bars
+_INKS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(_INKS, _INK),
+    "font.size": 8.5,
+    "svg.fonttype": "none",  # the page's own font
+    "svg.hashsalt": "dgc",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+# In a page that has several drawings, namespaces are not known, and a drawing's rules would be those of all elements
+_NOT_IN_HTML = re.compile(r' xmlns(:xlink)?="[^"]*"|<style.*?</style>|xlink:(?=href)', re.S)
+_REFERENCES = re.compile(r'(?:href="|url\()#([^")]+)')
 Plot = Callable[["Axes", Run], bool]  # draws into axes; returns whether there was anything to draw
 
 
-def of_run(run: Run) -> list[Element]:
-    """Return a figure with its caption for each plot that has data; a note without matplotlib."""
+def of_run(run: Run) -> dict[str, Element] | None:
+    """Return a drawing for each plot that has data, by caption; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
-        return [tag("p", MISSING, class_="note")]
-    made = []
-    with matplotlib.rc_context(_settings()):
-        for caption, draw in _PLOTS.items():
-            picture = _drawn(draw, run, caption)
-            if picture is not None:
-                made.append(tag("figure", picture, tag("figcaption", caption)))
-    return made
-
-
-def _settings() -> Any:
-    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    return {
-        **dict.fromkeys(inks, _INK),
-        "font.size": 8.5,
-        "svg.fonttype": "none",  # the page's own font
-        "svg.hashsalt": "dgc",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
+        return None
+    with matplotlib.rc_context(_STYLE):
+        drawn = {caption: _drawn(draw, run, caption) for caption, draw in _PLOTS.items()}
+    return {caption: picture for caption, picture in drawn.items() if picture is not None}
 
 
 def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
@@ -65,36 +60,21 @@ def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
     if handles:
         picture.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1, columnspacing=1)
     file = io.StringIO()
-    picture.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    picture.savefig(file, format="svg", transparent=True, metadata=nothing)
     return _inline(file.getvalue(), caption)
 
 
 def _inline(text: str, caption: str) -> Element:
     """Return a drawing for HTML: without namespaces, unused names and own rules, as wide as the page allows."""
-    root = ElementTree.fromstring(text.replace(_INK, "currentColor"))
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
-    used = {value for element in root.iter() for value in _references(element)}
+    root = ElementTree.fromstring(_NOT_IN_HTML.sub("", text.replace(_INK, "currentColor")))
+    used = _REFERENCES.findall(text)
     for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        for key in list(element.attrib):
-            value = element.attrib.pop(key)
-            if key != "id" or value in used:
-                element.set(key.rpartition("}")[2], value)
-    for key in ("width", "height"):
-        root.attrib.pop(key, None)
+        if element.get("id") not in used:
+            element.attrib.pop("id", None)
+    del root.attrib["width"], root.attrib["height"]
     root.attrib |= {"role": "img", "aria-label": caption}
     return root
-
-
-def _references(element: Element) -> Iterator[str]:
-    for key, value in element.attrib.items():
-        if key.endswith("href"):
-            yield value.removeprefix("#")
-        elif value.startswith("url(#"):
-            yield value[len("url(#") : -1]
 
 
 def _steps_in_time(axes: Axes, run: Run) -> bool:
@@ -129,39 +109,35 @@ def _mark_skips(axes: Axes, run: Run) -> None:
 
 
 def _ranks(axes: Axes, run: Run) -> bool:
-    told = [(rank, times) for rank in run.ranks if (times := figures.times(rank)) is not None]
-    slowest = figures.straggler(run)
-    if not told or slowest is None:
+    told, slowest = run.timed, run.straggler
+    if slowest is None:
         return False
     places, start = list(range(len(told))), [0.0] * len(told)
     for name, colour in _COLOURS.items():
         widths = [1000 * getattr(times, name) for _, times in told]
         axes.barh(places, widths, left=start, color=colour, label=name, alpha=0.85)
         start = [a + b for a, b in zip(start, widths, strict=True)]
-    slow = [rank["rank"] for rank, _ in told].index(slowest.figures["rank"])
-    if slowest.notable:
-        axes.barh([slow], [start[slow]], color="none", edgecolor=_RED, linewidth=2)
     every = max(1, len(told) // _FEW_RANKS)
     axes.set_yticks(places[::every], [f"rank {rank['rank']:.0f}" for rank, _ in told][::every])
-    for label, place in zip(axes.get_yticklabels(), places[::every], strict=True):
-        if place == slow and slowest.notable:
-            label.set(color=_RED, weight="bold")
+    if slowest.notable:
+        slow = slowest.place
+        axes.barh([slow], [start[slow]], color="none", edgecolor=_RED, linewidth=2)
+        if slow % every == 0:
+            axes.get_yticklabels()[slow // every].set(color=_RED, weight="bold")
     axes.invert_yaxis()
     axes.set_xlabel("ms a step")
     return True
 
 
 def _waits(axes: Axes, run: Run) -> bool:
-    slowest, every = figures.straggler(run), figures.series(run)
+    slowest, every = run.straggler, figures.series(run)
     if slowest is None or max(map(len, every.values()), default=0) < 2:
         return False
     for rank, points in every.items():
-        slow = rank == slowest.figures["rank"]
-        style: dict[str, Any] = (
-            {"color": _RED, "linewidth": 2, "zorder": 3} if slow else {"color": _COLOURS["wait"], "linewidth": 1}
-        )
-        label = f"rank {rank}, waits least" if slow else None
-        axes.plot(*_thinned([(step, 1000 * times.wait) for step, times in points]), label=label, **style)
+        shown = _thinned([(step, 1000 * times.wait) for step, times in points])
+        (line,) = axes.plot(*zip(*shown, strict=True), color=_COLOURS["wait"], linewidth=1)
+        if rank == slowest.figures["rank"]:
+            line.set(color=_RED, linewidth=2, zorder=3, label=f"rank {rank}, waits least")
     axes.set_ylabel("ms waiting a step")
     axes.set_ylim(bottom=0)
     return True
@@ -175,53 +151,48 @@ def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
         for (name, shown), colour in zip(names.items(), (_COLOURS["compute"], _COLOURS["compress"]), strict=False):
             points = [(number(r, "steps"), number(r, name)) for r in run.records if number(r, name) > 0]
             if len(points) > 1:
-                drawn = bool(axes.plot(*_thinned(points), color=colour, label=shown, marker=".", markersize=3))
-        if logarithmic:
-            axes.set_yscale("log")
-        axes.set_ylabel(label)
+                points, drawn = _thinned(points), True
+                axes.plot(*zip(*points, strict=True), color=colour, label=shown, marker=".", markersize=3)
+        axes.set(yscale="log" if logarithmic else "linear", ylabel=label)
         return drawn
 
     return draw
 
 
-def _bytes(axes: Axes, run: Run) -> bool:
-    for name, colour, shown in (("bytes_sent", _GREEN, "sent"), ("bytes_dense", _COLOURS["wait"], "fp32 would be")):
-        points = [(step, rate / 1e6) for step, rate in figures.rates(run, name, "steps") if rate > 0]
-        if not points:
-            return False
-        _draw_steps(axes, points, color=colour, label=shown)
-    axes.set_yscale("log")
-    axes.set_ylabel("MB a step and rank")
-    return True
+def _rates(names: dict[str, tuple[str | None, str]], over: str, unit: float, label: str) -> Plot:
+    """Return a plot of how much counters of rank 0 grow in units for each growth by 1 of the counter `over`: name in
+    the records -> name in the legend, colour.
+    """
+
+    def draw(axes: Axes, run: Run) -> bool:
+        for name, (shown, colour) in names.items():
+            points = [(step, rate / unit) for step, rate in figures.rates(run, name, over) if rate > 0]
+            if not points:
+                return False
+            points = _thinned([(0, points[0][1]), *points])  # each mean is drawn over all the steps that it covers
+            axes.plot(*zip(*points, strict=True), drawstyle="steps-pre", color=colour, label=shown)
+        axes.set(yscale="log", ylabel=label)
+        return True
+
+    return draw
 
 
-def _density(axes: Axes, run: Run) -> bool:
-    points = [(step, rate) for step, rate in figures.rates(run, "selected", "elements") if rate > 0]
-    if not points:
-        return False
-    _draw_steps(axes, points, color=_COLOURS["compute"])
-    axes.set_yscale("log")
-    axes.set_ylabel("share of elements sent")
-    return True
-
-
-def _draw_steps(axes: Axes, points: list[tuple[float, float]], **style: Any) -> None:
-    """Draw means, each over all the steps that it covers."""
-    axes.plot(*_thinned([(0, points[0][1]), *points]), drawstyle="steps-pre", **style)
-
-
-def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    every = -(-len(points) // _MOST_POINTS)
-    kept = points[::every] if points[-1] in points[::every] else [*points[::every], points[-1]]
-    return [x for x, _ in kept], [y for _, y in kept]
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    kept = points[:: -(-len(points) // _MOST_POINTS)]
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
 _PLOTS: dict[str, Plot] = {
     "Time of a step, rank by rank": _ranks,
     "Time of a step over the run, mean of the ranks": _steps_in_time,
     "Waiting for the other ranks": _waits,
-    "Bytes of a step": _bytes,
-    "Density": _density,
+    "Bytes of a step": _rates(
+        {"bytes_sent": ("sent", _GREEN), "bytes_dense": ("fp32 would be", _COLOURS["wait"])},
+        "steps",
+        1e6,
+        "MB a step and rank",
+    ),
+    "Density": _rates({"selected": (None, _COLOURS["compute"])}, "elements", 1, "share of elements sent"),
     "Residual norm / gradient norm": _curves({"residual_ratio": "of rank 0"}, "ratio", True),
     "Staleness: steps since an element was sent before": _curves(
         {"staleness_99": "99% are below", "staleness_mean": "mean"}, "steps", True

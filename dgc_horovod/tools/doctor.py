@@ -1,18 +1,31 @@
-"""The findings of ``dgcrun --doctor``: each in one line, with advice.
+"""``dgcrun --doctor``: problems that would stop or slow a compressed job here, and the speed of the links.
 
-Nothing here examines the machine; `report` does.
+Frameworks are imported in child processes: one that crashes or hangs is a finding. Functions ``judge_...`` turn facts
+into findings, each in one line, with advice.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
 from dgc_horovod import __version__, envvars
+from dgc_horovod.launch import hosts
 from dgc_horovod.launch.hosts import HostReport
+from dgc_horovod.launch.inputs import Ssh
+from dgc_horovod.launch.marked import MARK, ask
+from dgc_horovod.launch.settings import Job
+from dgc_horovod.planning.cluster import PAYLOAD
+from dgc_horovod.tools import link
 from dgc_horovod.tools.build_horovod import HOROVOD_VERSION, HOROVODS_NAMES
-from dgc_horovod.tools.doctor.link import Link
+from dgc_horovod.tools.link import Link
 
 OK, NOTE, BAD = "ok", "note", "BAD"
 _BUILD = "dgcrun --build-horovod builds it for what is installed here"
@@ -23,6 +36,53 @@ _SAME_EVERYWHERE = (
     ("TensorFlow", ("tensorflow", "tensorflow-cpu"), BAD),
     ("Python", ("python_version",), NOTE),
 )
+_COLUMNS = 100
+_CHILD_SECONDS, _LINK_SECONDS = 120, 60
+_BEGIN = f"""{hosts.OUTSIDE_FOLDER}
+import json
+found = {{}}
+def version(*names):
+    from importlib import metadata
+    for name in names:
+        try: return metadata.version(name)
+        except metadata.PackageNotFoundError: pass
+try:
+"""
+_END = f"""
+except Exception as error:
+    found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
+print({MARK!r} + json.dumps(found))
+"""
+# As python -m does it, but for modules of the current folder
+_LINK = f"{hosts.OUTSIDE_FOLDER}\nimport runpy\nrunpy.run_module({link.__name__!r}, run_name='__main__')"
+_PACKAGES = """
+    import importlib.util, pathlib
+    found.update(horovod=version("horovod"), torch=version("torch"), triton=version("triton"))
+    found["tensorflow"] = version("tensorflow", "tensorflow-cpu")
+    spec = importlib.util.find_spec("horovod")
+    record = pathlib.Path(spec.origin).with_name("metadata.json") if spec and spec.origin else None
+    found["built_for"] = json.loads(record.read_text()) if record and record.exists() else {}
+    from dgc_horovod.errors import BackendUnavailable
+    from dgc_horovod.kernels import registry
+    from dgc_horovod.kernels.native import library
+    try: library.load()
+    except BackendUnavailable as error: found["not_native"] = str(error)
+    kernels = registry.choose("cpu")
+    found["kernels"], found["instructions"] = kernels.name, getattr(kernels, "instructions", "")
+"""
+_FRAMEWORK = """
+    import importlib
+    framework = importlib.import_module({name!r})
+    found["version"] = framework.__version__
+    if {name!r} == "torch":
+        found.update(cuda_built=framework.version.cuda, cuda=framework.cuda.is_available())
+    horovod = importlib.import_module("horovod." + {name!r})
+    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, part + "_built")()]
+    if found.get("cuda"):
+        from dgc_horovod.kernels import registry
+        try: found["cuda_kernels"] = registry.choose("cuda:0").name
+        except Exception as error: found["cuda_kernels"] = "none (" + str(error) + ")"
+"""
 
 
 class Finding(NamedTuple):
@@ -52,17 +112,16 @@ class Facts:
 
 def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
     """Judge environment variables, Horovod's and ours, that change how a compressed job runs."""
-    findings = []
+    hinder = []
     if environment.get("HOROVOD_AUTOTUNE") == "1":
-        text = "HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend"
-        findings.append(Finding(NOTE, text, "unset it"))
+        hinder.append("HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend")
     if environment.get("HOROVOD_CACHE_CAPACITY") == "0":
-        text = "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
-        findings.append(Finding(NOTE, text, "unset it"))
-    if cycle := environment.get("HOROVOD_CYCLE_TIME"):
-        if not _is_near_one(cycle):
-            text = f"HOROVOD_CYCLE_TIME={cycle}: a message waits for the next cycle, by default one every 1 ms"
-            findings.append(Finding(NOTE, text, "unset it"))
+        hinder.append(
+            "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
+        )
+    if (cycle := environment.get("HOROVOD_CYCLE_TIME")) and not _is_near_one(cycle):
+        hinder.append(f"HOROVOD_CYCLE_TIME={cycle}: a message waits for the next cycle, by default one every 1 ms")
+    findings = [Finding(NOTE, text, "unset it") for text in hinder]
     if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
         text = f"{envvars.ENABLED.name}={enabled}: no job is activated, whatever else is set"
         findings.append(Finding(NOTE, text, "unset it to compress"))
@@ -85,10 +144,9 @@ def judge_horovod(facts: Facts) -> list[Finding]:
         reason = facts.packages.get("error")
         text = f"{facts.interpreter} has no Horovod" + (f" ({reason})" if reason else "")
         return [Finding(BAD, text, _BUILD)]
-    right = version == HOROVOD_VERSION
-    findings = [Finding(OK, f"Horovod {version}")] if right else [
-        Finding(NOTE, f"Horovod {version}: only {HOROVOD_VERSION} is tested", _BUILD)
-    ]  # fmt: skip
+    findings = [Finding(OK, f"Horovod {version}")]
+    if version != HOROVOD_VERSION:
+        findings = [Finding(NOTE, f"Horovod {version}: only {HOROVOD_VERSION} is tested", _BUILD)]
     findings += [_judge_framework(name, facts) for name in facts.frameworks]
     if not facts.frameworks:
         advice = "install one (pip install torch), then run dgcrun --build-horovod"
@@ -208,3 +266,83 @@ def _judge_link(each: Link) -> Finding:
 
 def _rate(bits: float) -> str:
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 10**10 else f"{bits / 1e6:,.0f} Mbit/s"
+
+
+# -- all of it
+
+
+def run(args: Namespace, job: Job, ssh: Ssh) -> int:
+    """Run ``dgcrun --doctor``, see `diagnose`.
+
+    Args:
+        args: Horovod's parsed arguments, with ours.
+        job: resolved settings of the job.
+        ssh: way in which the other hosts are reached.
+    """
+    envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
+    interpreter = hosts.interpreter_of(args.command) or sys.executable
+    return diagnose(hosts.host_slots(args), interpreter, ssh)
+
+
+def diagnose(slots: str, interpreter: str, ssh: Ssh) -> int:
+    """Print the findings; returns 1 if one would stop a compressed job, else 0.
+
+    Args:
+        slots: hosts and their slots, ``a:8,b:8``; "" for this host.
+        interpreter: Python that the job runs.
+        ssh: way in which the other hosts are reached.
+    """
+    names = hosts.names_of(slots) or ["localhost"]
+    remote = [name for name in names if hosts.is_remote(name)]
+    findings = _say("environment", judge_environment(envvars.environment()))
+    facts = _probe(interpreter)
+    findings += _say("Horovod", judge_horovod(facts))
+    findings += _say("kernels", judge_kernels(facts))
+    reports = hosts.ask(names, interpreter, ssh)
+    findings += _say("hosts", judge_hosts(reports))
+    fit = {report.host for report in reports if not report.problem}
+    links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
+    findings += _say("links", judge_links(links, bool(remote)))
+    bad = sum(finding.mark == BAD for finding in findings)
+    print(f"\n{f'{bad} of the findings, marked BAD,' if bad else 'nothing here'} would stop a compressed job")
+    rates = [min(each.there_bits, each.back_bits) / PAYLOAD / 1e9 for each in links if not each.problem]
+    link_gbps, workers = f"{min(rates, default=1.0):.3g}", max(hosts.sizes_of(slots), default=1)
+    print(
+        "whether it pays for your model: dgcrun --plan --model-size 25.6M --step-ms 180 "
+        f"--link-gbps {link_gbps} --workers-per-node {workers}"
+    )
+    return 1 if bad else 0
+
+
+def _say(title: str, findings: list[Finding]) -> list[Finding]:
+    print(title, flush=True)
+    for mark, text, advice in findings:
+        for words, first in ((text, f"  {mark:6}"), (advice, " " * 8)):
+            wrapper = textwrap.TextWrapper(_COLUMNS, first, " " * 8, break_long_words=False, break_on_hyphens=False)
+            if words:
+                print(wrapper.fill(words), flush=True)
+    return findings
+
+
+# -- facts
+
+
+def _probe(interpreter: str) -> Facts:
+    """Examine Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
+    packages = _child(interpreter, _PACKAGES)
+    names = [name for name in ("torch", "tensorflow") if packages.get(name)]
+    with ThreadPoolExecutor() as pool:
+        frameworks = pool.map(lambda name: _child(interpreter, _FRAMEWORK.format(name=name)), names)
+        return Facts(interpreter, packages, dict(zip(names, frameworks, strict=True)), shutil.which("mpirun") or "")
+
+
+def _child(interpreter: str, code: str) -> dict[str, Any]:
+    found, problem = ask([interpreter, "-c", _BEGIN + code + _END], _CHILD_SECONDS)
+    return {"error": problem} if found is None else found
+
+
+def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
+    def run(arguments: Sequence[str], token: str) -> CompletedProcess[str]:
+        return hosts.run_on(host, [interpreter, "-c", _LINK, *arguments], ssh, _LINK_SECONDS, token)
+
+    return link.measure(host, hosts.own_address_towards(host), run)

@@ -1,6 +1,6 @@
 """Speed of the link between this host and another: TCP throughput in both directions, and the round-trip time.
 
-The other host runs this file (``python -m dgc_horovod.tools.doctor.link ADDRESS PORT``, a token on standard input),
+The other host runs this file (``python -m dgc_horovod.tools.link ADDRESS PORT``, a token on standard input),
 connects back twice, and takes part in three measurements: echo of single bytes, a stream from here to there, a stream
 from there to here. It needs the standard library only, and every wait has a limit.
 """
@@ -69,22 +69,17 @@ def measure(
             except OSError as error:
                 listener.close()  # the other side, if it comes too late, is refused and ends
                 return Link(host, problem=f"{error}{_last_words(there.result())}")
-            there_bits = _result(there.result())
+            found = marked(there.result().stdout)
+            if found is None:
+                raise ValueError(f"the program on that host has ended without a result{_last_words(there.result())}")
+            return Link(host, float(found), back, round_trip)
     except (OSError, ValueError, SubprocessError) as error:
         return Link(host, problem=str(error))
-    return Link(host, there_bits, back, round_trip)
 
 
 def _last_words(ended: CompletedProcess[str]) -> str:
     lines = ended.stderr.strip().splitlines()
     return f" ({lines[-1]})" if lines else ""
-
-
-def _result(ended: CompletedProcess[str]) -> float:
-    found = marked(ended.stdout)
-    if found is None:
-        raise ValueError(f"the program on that host has ended without a result{_last_words(ended)}")
-    return float(found)
 
 
 def serve(
@@ -127,12 +122,8 @@ def _admitted(listener: socket.socket, token: str, patience: float, ended: Calla
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
         connection.close()
-    raise TimeoutError(f"no connection from that host to {_name(listener)} within {patience:g} s")
-
-
-def _name(listener: socket.socket) -> str:
     address, port = listener.getsockname()
-    return f"{address}:{port}"
+    raise TimeoutError(f"no connection from that host to {address}:{port} within {patience:g} s")
 
 
 def _says(connection: socket.socket, token: str) -> bool:

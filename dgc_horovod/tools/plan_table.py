@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,7 @@ def table(specs: Sequence[TensorSpec], config: DGCConfig, cluster: Cluster, mach
 
 def worker_counts(node_size: int) -> list[int]:
     """Return the numbers of workers of the plan: those of 2, 4, 8, ... nodes of `node_size` >= 1, at most 1,024."""
-    found = [2 * node_size]
-    while found[-1] <= MOST_WORKERS:
-        found.append(2 * found[-1])
-    return found[:-1]
+    return [node_size * 2**i for i in range(1, 11) if node_size * 2**i <= MOST_WORKERS]
 
 
 def best(costs: Costs) -> Cost:
@@ -62,14 +60,8 @@ def _plain(costs: Costs) -> Cost:
 
 def ranges(found: Table) -> list[tuple[int, int, str]]:
     """Return the ranges of the number of workers, each with the method to take: first, last, name."""
-    runs: list[tuple[int, int, str]] = []
-    for workers, costs in found.items():
-        name = best(costs).name
-        if runs and runs[-1][2] == name:
-            runs[-1] = (runs[-1][0], workers, name)
-        else:
-            runs.append((workers, workers, name))
-    return runs
+    each = [(name, list(group)) for name, group in groupby(found, lambda workers: best(found[workers]).name)]
+    return [(workers[0], workers[-1], name) for name, workers in each]
 
 
 _HEADS = {**{name: name for name in METHODS}, EXCHANGES[3]: "hier.+sharded"}
@@ -80,15 +72,8 @@ _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("memory of a worker beside weights and gradients, MB", lambda each: each.memory_bytes / 1e6),
 )
 _DENSITY: tuple[str, Callable[[Cost], float]] = ("density, within the budget", lambda each: each.density)
-_STYLES = {
-    DENSE: {"color": "#444444", "linestyle": "--"},
-    FP16: {"color": "#999999", "linestyle": "--"},
-    POWER_SGD: {"color": "#e69f00", "linestyle": ":"},
-    EXCHANGES[0]: {"color": "#0072b2"},
-    EXCHANGES[1]: {"color": "#009e73"},
-    EXCHANGES[2]: {"color": "#56b4e9"},
-    EXCHANGES[3]: {"color": "#d55e00"},
-}
+_COLOURS = ("#444444", "#999999", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#d55e00")  # of METHODS
+_DASHES = {DENSE: "--", FP16: "--", POWER_SGD: ":"}
 
 
 def verdicts(found: Table) -> list[str]:
@@ -206,10 +191,11 @@ def draw(found: Table, title: str, file: Path) -> None:
 def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], logarithmic: bool) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for method in METHODS:
+    for method, colour in zip(METHODS, _COLOURS, strict=True):
         points = [(n, value(costs[method])) for n, costs in found.items() if method in costs]
         if points:
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=method, **_STYLES[method])
+            style: dict[str, Any] = {"color": colour, "linestyle": _DASHES.get(method, "-"), "label": method}
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(found), [f"{n:,}" for n in found], fontsize=8)
     axis.minorticks_off()
@@ -225,8 +211,10 @@ def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], l
     axis.grid(alpha=0.3)
 
 
-def head(elements: int, computing: float, config: DGCConfig, link: str) -> str:
+def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -> str:
     """Return a line on the model, the step, the density and the link."""
+    card, workers = cluster.card, f"{cluster.node_size} worker{'s' * (cluster.node_size > 1)}"
+    link = f"{workers} a card of {card.bits / 1e9:.3g} Gbit/s, {1e3 * card.latency:g} ms"
     density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.final_density:g}"
     return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
 

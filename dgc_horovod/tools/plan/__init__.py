@@ -1,1 +1,0 @@
-"""`dgcrun --plan`: the best exchange for each number of workers."""
