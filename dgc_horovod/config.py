@@ -48,7 +48,6 @@ RULES: dict[str, Rule] = {
 
 
 SCOPES = ("bucket", "tensor")
-VALUES = tuple(VALUE_CODECS)
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")

@@ -1,8 +1,12 @@
-"""A child process for Horovod's launcher, which over MPI turns into mpirun: signals reach it, nothing outlives us."""
+"""A child process for Horovod's launcher, which over MPI turns into mpirun: signals reach it, nothing outlives us.
+
+And how the output of any child process is read for its answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -16,6 +20,7 @@ try:
 except ImportError:  # Horovod brings it; torchrun ends what it has started by itself
     psutil = None  # type: ignore[assignment,unused-ignore]
 
+MARK = "DGC_ANSWER "  # in front of the answer, among whatever else a child process prints
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _LOOK_EVERY = 0.1  # seconds
@@ -38,7 +43,9 @@ class Child:
         if self.pid == 0:
             os.close(self._writing)
             os.setsid()  # over MPI a shell starts mpirun: a signal has to reach both
-            sys.exit(_when_told(work, reading))
+            with os.fdopen(reading) as pipe:
+                told = pipe.read()
+            sys.exit(work(told) if told else 1)  # we may have died
         os.close(reading)
         self._guard()
 
@@ -110,12 +117,6 @@ def _later(seconds: float, act: Callable[..., Any], *given: Any) -> None:
     timer.start()
 
 
-def _when_told(work: Callable[[str], int], reading: int) -> int:
-    with os.fdopen(reading) as pipe:
-        told = pipe.read()
-    return work(told) if told else 1  # the parent has died
-
-
 def _end(pid: int) -> None:
     begin, below = time.monotonic(), _below(pid)
     there = _signal(pid, signal.SIGTERM)
@@ -152,3 +153,15 @@ def _signal(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def marked(output: str) -> Any | None:
+    """The JSON behind `MARK` in the last line of `output` that has it; None if there is none, or it is no JSON.
+
+    What others print without an end of the line stands in front of it.
+    """
+    answers = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
+    try:
+        return json.loads(answers[-1]) if answers else None
+    except (ValueError, RecursionError):
+        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import math
 import re
@@ -14,13 +15,9 @@ import secrets
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from dgc_horovod.errors import ConfigError
 
 _REQUEST_SECONDS, _SECONDS_WHEN_FULL = 5.0, 0.5  # in which a request must be complete
 _PAUSES = (0.2, 1.0)  # seconds, before another try
@@ -142,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile: Any = _AtMost(self.rfile, _MOST_BYTES_OF_A_REQUEST)
+        self.rfile = io.BufferedReader(_AtMost(self.connection, _MOST_BYTES_OF_A_REQUEST))
 
     def do_GET(self) -> None:
         name = self._name()
@@ -178,24 +175,19 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class _AtMost:
-    """A stream that ends after so many bytes: headers alone could be megabytes."""
+class _AtMost(io.RawIOBase):
+    """What a connection receives, up to so many bytes: headers alone could be megabytes."""
 
-    def __init__(self, stream: Any, left: int) -> None:
-        self._stream, self._left = stream, left
+    def __init__(self, connection: socket.socket, left: int) -> None:
+        self._connection, self._left = connection, left
 
-    def readline(self, most: int) -> bytes:
-        return self._counted(self._stream.readline(min(most, self._left)))
+    def readable(self) -> bool:
+        return True
 
-    def read(self, most: int) -> bytes:
-        return self._counted(self._stream.read(min(most, self._left)))
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def _counted(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        return data
+    def readinto(self, buffer: Any) -> int:
+        count = self._connection.recv_into(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
 
 
 def _is_entry(data: bytes) -> bool:
@@ -251,41 +243,34 @@ class _Store:
     def __init__(self, address: str) -> None:
         self._key, _, place = address.rpartition("@")
         names, _, port = place.rpartition(":")
-        if not (self._key and names.strip(",") and port.isascii() and port.isdigit() and int(port) < 2**16):
-            raise ConfigError(
-                f"DGC_STATUS_SERVER must be ADDRESS:PORT, and DGC_STATUS_KEY its key, got {place!r} and "
-                f"{'a key' if self._key else 'none'}; dgcrun sets both, unset them"
-            )
-        self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
-        # a proxy of the cluster is for the world outside
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._failed: OSError | None = None  # when it was asked last
+        self._places = [f"{name}:{port}" for name in names.split(",")]
+        self._failed = OSError()  # when it was asked last
         self._again = 0.0  # the time from which on it is asked again
 
     def request(self, key: str, data: bytes | None) -> bytes | None:
         """GET, or PUT of `data`; None for what is not there. Raises OSError, and for a while then does so at once."""
-        if self._failed is not None and time.monotonic() < self._again:
+        if time.monotonic() < self._again:
             raise self._failed
-        for pause in (*_PAUSES, None):
-            for base in list(self._bases):
+        for pause in (0.0, *_PAUSES):
+            time.sleep(pause)
+            for place in list(self._places):
                 try:
-                    answer = self._ask(base, key, data)
+                    answer = self._ask(place, key, data)
                 except (OSError, ValueError, http.client.HTTPException) as error:  # no host can have such a name
-                    failed = OSError(str(error) or type(error).__name__)
+                    self._failed = OSError(str(error) or type(error).__name__)
                     continue
-                self._bases, self._failed = [base], None  # the one that works
+                self._places = [place]  # the one that works
                 return answer
-            if pause is not None:
-                time.sleep(pause)
-        self._failed, self._again = failed, time.monotonic() + _GIVEN_UP_SECONDS
-        raise failed
+        self._again = time.monotonic() + _GIVEN_UP_SECONDS
+        raise self._failed
 
-    def _ask(self, base: str, key: str, data: bytes | None) -> bytes | None:
-        request = urllib.request.Request(f"{base}/{self._key}/{key}", data, method="PUT" if data else "GET")
-        try:
-            with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
+    def _ask(self, place: str, key: str, data: bytes | None) -> bytes | None:
+        # which knows no proxy of the cluster: that is for the world outside
+        with contextlib.closing(http.client.HTTPConnection(place, timeout=_REQUEST_SECONDS)) as connection:
+            connection.request("PUT" if data else "GET", f"/{self._key}/{key}", data)
+            response = connection.getresponse()
+            if response.status == 404:
                 return None
-            raise
+            if response.status != 200:
+                raise OSError(f"HTTP error {response.status} {response.reason}")
+            return response.read()

@@ -70,7 +70,7 @@ class Outcome:
         self.is_there = False
         self.rank: int | None = None  # None until hvd.init()
         self.wrapped = 0  # optimizers, tapes and loaded models
-        self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
+        self.wants_fp16 = False  # whether the script itself asked for half precision
         self._told: set[str] = set()
         self._recording: Recording | None = None
         self._reports: Reports | None = None
@@ -102,10 +102,6 @@ class Outcome:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
         atexit.register(self._exit)
         PROCESS.tells_at_end = True  # the line at the end of the job does
-
-    def dismiss(self) -> None:
-        """There is nothing to sum up any more."""
-        atexit.unregister(self._exit)
 
     def _exit(self) -> None:
         code = self.end()
@@ -167,9 +163,9 @@ class Outcome:
         at_end.pending()
         reason = self.why_inactive()
         if reason:
-            return self.not_active(reason)
+            return not_active(self.job, reason, self.may_fail)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
-        text = at_end.line(self.job.method, self.stats(), ranks, "fp16" in self.asked)
+        text = at_end.line(self.job.method, self.stats(), ranks, self.wants_fp16)
         return "; ".join(filter(None, (text, self._refusals())))
 
     def _refusals(self) -> str:
@@ -177,12 +173,8 @@ class Outcome:
         others = len(self.refused) - 1
         return "".join(self.refused[:1]) + f" (and {others} more)" * (others > 0)
 
-    def not_active(self, reason: str) -> str:
-        """What a user is told of this job if it was not compressed."""
-        return not_active(self.job, reason, self._may_fail)
-
     @property
-    def _may_fail(self) -> bool:
+    def may_fail(self) -> bool:
         """Whether the job fails if nothing was compressed: not where torchrun alone would start it again and again."""
         return self._desk is not None or not envvars.elastic_agent()
 
@@ -204,7 +196,7 @@ class Outcome:
         if inactive or at_end.failed() or self.stats()["steps"] != self._said_at:
             at_end.say(self.line(), inactive)
         heard = self._report(END, {"inactive": inactive})
-        allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self._may_fail
+        allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self.may_fail
         return EXIT_INACTIVE if inactive and not (at_end.failed() or allowed or heard) else 0
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from dgc_horovod import envvars
 from dgc_horovod.launch import hosts
-from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.marked import MARK, marked
+from dgc_horovod.launch.child import MARK, marked
+from dgc_horovod.launch.hosts import Ssh
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
 from dgc_horovod.tools.doctor import diagnoses, link

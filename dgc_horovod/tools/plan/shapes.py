@@ -15,7 +15,7 @@ from decimal import Decimal
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.marked import MARK, marked
+from dgc_horovod.launch.child import MARK, marked
 
 _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
