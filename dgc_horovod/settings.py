@@ -90,12 +90,7 @@ def whole(least: int, hint: Callable[[str, Any], str] = _no_hint) -> Kind:
 
 def choice(allowed: Collection[str]) -> Kind:
     """One of a few texts."""
-
-    def nearest_of(name: str, value: object) -> str:
-        near = nearest(value, allowed) if isinstance(value, str) else ""
-        return f"; did you mean {near!r}?" if near else ""
-
-    return Kind("", "", str, "", lambda value: value in tuple(allowed), hint=nearest_of, choices=allowed)
+    return Kind("", "", str, "", lambda value: value in tuple(allowed), choices=allowed)
 
 
 def _inverse(name: str, value: object) -> str:
@@ -149,7 +144,9 @@ def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
     """Return `value` as plain Python. Raises ConfigError if it is not of that kind."""
     if not kind.allows(value):
         must = f"one of {', '.join(kind.choices)}" if kind.choices else kind.must
-        raise ConfigError(f"{name} must be {must}{or_none}, got {shown(value)}{kind.hint(name, value)}")
+        near = nearest(value, kind.choices) if isinstance(value, str) else ""
+        hint = f"; did you mean {near!r}?" if near else kind.hint(name, value)
+        raise ConfigError(f"{name} must be {must}{or_none}, got {shown(value)}{hint}")
     return kind.plain(value)
 
 

@@ -1,27 +1,38 @@
-"""Compression for scripts that nobody has edited: Horovod's names are replaced when Horovod is imported.
+"""Compression for scripts that nobody has edited: Horovod's names are replaced when it is imported, DDP is followed.
 
 `site/sitecustomize.py` calls `imported` in every rank that `dgcrun` starts. Where PYTHONPATH cannot be set (Ray, Spark,
 ``horovod.run``), a function that runs on each worker calls `activate`, before or after it imports Horovod.
+
+After torch's ``init_process_group`` it calls `begin_ddp`: before that there is no rank, and no DDP. What DDP exchanges
+is compressed from the second step of each optimizer on.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dgc_horovod import envvars
+from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.nodes import declare
-from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.launch import activation_check, summary
-from dgc_horovod.launch.settings import Job, of_this_process
+from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.launch import reports, summary
+from dgc_horovod.launch.settings import Job, of_this_process, resolve
 from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, follow_torch, is_ours
+from dgc_horovod.notices import make_visible
+
+if TYPE_CHECKING:
+    from dgc_horovod.torch.ddp.unedited import Unedited
+
+_log = logging.getLogger("dgc_horovod")
 
 
 def activate() -> None:
@@ -39,60 +50,35 @@ def activate() -> None:
     follow_torch()
 
 
-def deactivate() -> None:
-    """Put Horovod's own names back; optimizers that are wrapped already stay as they are."""
-    hook = our_hook()
-    if hook is not None:
-        sys.meta_path.remove(hook)
-        if hook.replacements is not None:
-            hook.replacements.revert()
-
-
-def replaces_horovod() -> bool:
-    """Whether names of Horovod are replaced in this process."""
-    hook = our_hook()
-    return hook is not None and hook.replacements is not None and hook.replacements.job.active
-
-
 def imported(module: ModuleType) -> None:
     """`module`, of Horovod or one of our adapters, has just run: replace what can be replaced now."""
     hook = our_hook()
-    if hook is None:
-        return
-    if hook.replacements is None:
-        hook.replacements = _from_environment()
-    replacements: Replacements = hook.replacements
-    if not replacements.job.active:
+    if hook.outcome is None:
+        _clean_path()  # from now on children of this process know nothing of the job
+        hook.outcome = HorovodJob(of_this_process())
+    here: HorovodJob = hook.outcome
+    if not here.job.active:
         return
     if module.__name__ == "horovod.mxnet":
         raise UnsupportedUse("dgc_horovod has no adapter for MXNet; set DGC_ENABLED=0 to train with stock Horovod")
     if module.__name__ in _ADAPTERS and not hasattr(module.DistributedOptimizer, "__wrapped__"):
-        if module not in replacements.waiting:
-            replacements.waiting.append(module)
-    for each in list(replacements.waiting):
+        if module not in here.waiting:
+            here.waiting.append(module)
+    for each in list(here.waiting):
         adapter, names = _ADAPTERS[each.__name__]
         # a script may import the adapter itself, which imports Horovod: then the adapter has to be complete first
         if adapter not in sys.modules or hasattr(sys.modules[adapter], "DistributedOptimizer"):
-            if each in replacements.waiting:  # imports of an adapter come here too
-                replacements.waiting.remove(each)
-                names(replacements, each)
+            if each in here.waiting:  # imports of an adapter come here too
+                here.waiting.remove(each)
+                names(here, each)
 
 
 def our_hook() -> Any:
-    """Our hook among the finders of modules, which keeps what was replaced; None where nothing is activated."""
+    """Our hook among the finders of modules; None where nothing is activated."""
     return next((finder for finder in sys.meta_path if getattr(finder, "is_dgc_hook", False)), None)
 
 
-def _from_environment() -> Replacements:
-    """The settings of this job; from now on children of this process know nothing of it."""
-    clean_path()
-    replacements = Replacements(of_this_process())
-    if replacements.job.active:
-        replacements.outcome.watch_exit()
-    return replacements
-
-
-def clean_path() -> None:
+def _clean_path() -> None:
     """Take our folder off PYTHONPATH and ``sys.path``: data loaders and compilers are no ranks."""
     entries = envvars.environment().get("PYTHONPATH", "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in entries if not is_ours(entry))
@@ -100,18 +86,18 @@ def clean_path() -> None:
     sys.path[:] = [entry for entry in sys.path if not is_ours(entry)]
 
 
-class Replacements:
-    """Everything replaced in this process, and what has come of it.
+class HorovodJob(summary.Outcome):
+    """One process of a job of Horovod, in which names are replaced, if it is `active`.
 
     Args:
         job: resolved settings of the job.
     """
 
     def __init__(self, job: Job) -> None:
-        self.job = job
-        self.outcome = summary.Outcome(job)
+        super().__init__(job)
         self.waiting: list[ModuleType] = []  # modules of Horovod whose adapter is not complete
-        self._undo: list[Callable[[], None]] = []
+        if job.active:
+            self.watch_exit()
 
     def replace(self, stock: Any, ours: Any) -> None:
         """Put `ours` wherever a module of Horovod has `stock`."""
@@ -119,52 +105,36 @@ class Replacements:
         for module in modules:
             for attribute in [key for key, value in vars(module).items() if value is stock]:
                 setattr(module, attribute, ours)
-                self.on_revert(functools.partial(setattr, module, attribute, stock))
 
-    def replace_factories(self, horovod: ModuleType, ours: dict[str, Callable[..., Any]]) -> None:
-        """Replace functions of a module of Horovod's that take a compression, by name, with `compressing`."""
-        for name, factory in ours.items():
-            if (stock := getattr(horovod, name, None)) is not None:  # horovod.tensorflow.keras has no partial one
-                self.replace(stock, self.compressing(stock, factory, horovod.Compression))
-
-    def on_revert(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when everything is put back."""
-        self._undo.append(undo)
-
-    def revert(self) -> None:
-        """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
-        self.outcome.dismiss()
-
-    def compressing(self, stock: Callable[..., Any], ours: Callable[..., Any], compressions: Any) -> Any:
-        """`ours` under the name and signature of `stock`, with the job's compression.
+    def replace_factories(self, horovod: ModuleType, **ours: Callable[..., Any]) -> None:
+        """Replace functions of a module of Horovod's that take an argument ``compression``.
 
         Args:
-            stock, ours: functions that take an argument ``compression``.
-            compressions: Horovod's class ``Compression`` of the framework.
+            horovod: the module.
+            ours: what takes their place, by name; it gets the job's compression.
         """
+        for name, factory in ours.items():
+            if (stock := getattr(horovod, name, None)) is not None:  # horovod.tensorflow.keras has no partial one
+                self.replace(stock, self._compressing(stock, factory, horovod.Compression))
+
+    def _compressing(self, stock: Callable[..., Any], ours: Callable[..., Any], compressions: Any) -> Any:
+        """`ours` under the name and signature of `stock`."""
         signature = inspect.signature(stock)
 
         @functools.wraps(stock)
         def compressing(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
-            arguments["compression"] = self._choose(arguments.get("compression", compressions.none), compressions)
+            asked = arguments.get("compression", compressions.none)
+            if isinstance(asked, (ConfiguredCompressor, DGCConfig)):
+                self.tell_once(f"the script chooses its compression itself, and it is kept: {asked}")
+            else:
+                self.wants_fp16 |= asked is compressions.fp16
+                arguments["compression"] = self.job.config or getattr(compressions, self.job.method)
             made = ours(**arguments)
-            self.outcome.has_wrapped(made)
+            self.has_wrapped(made)
             return made
 
         return compressing
-
-    def _choose(self, asked: Any, compressions: Any) -> Any:
-        """The job's compression in place of one of Horovod's; a choice among ours is the script's own, and stays."""
-        if isinstance(asked, (ConfiguredCompressor, DGCConfig)):
-            self.outcome.tell_once(f"the script chooses its compression itself, and it is kept: {asked}")
-            return asked
-        self.outcome.asked.add("fp16" if asked is compressions.fp16 else "none")
-        if self.job.config is not None:
-            return self.job.config
-        return getattr(compressions, self.job.method)
 
     def initializing(self, horovod: ModuleType) -> Any:
         """``hvd.init``, followed by the activation check."""
@@ -174,12 +144,12 @@ class Replacements:
         def initializing(*args: Any, **kwargs: Any) -> Any:
             if horovod.is_initialized():
                 return init(*args, **kwargs)
-            activation_check.prepare()
+            reports.prepare()
             result = init(*args, **self._with_nodes(horovod, args, kwargs))
             # a newcomer of an elastic job comes when the others are under way; parts of a job do not know each other
             part = (args[0] if args else kwargs.get("comm")) not in (None, [])
-            activation_check.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
-            self.outcome.begin(horovod.rank(), horovod.size())
+            reports.hold(horovod.rank(), 1 if part or envvars.horovod_elastic() else horovod.size())
+            self.begin(horovod.rank(), horovod.size())
             return result
 
         return initializing
@@ -196,59 +166,57 @@ class Replacements:
         return {**kwargs, "process_sets": [*theirs, *ours]} if ours else kwargs
 
 
-def torch_names(replacements: Replacements, horovod: ModuleType) -> None:
+def torch_names(here: HorovodJob, horovod: ModuleType) -> None:
     """Replace in ``horovod.torch``: DistributedOptimizer, init; and see the loss scale."""
     from dgc_horovod.torch import DistributedOptimizer
-    from dgc_horovod.torch.gradients.scaling import SeenScaler, stop_watching, watch_scalers
+    from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 
     watch_scalers()
-    replacements.on_revert(stop_watching)
 
     def ours(**arguments: Any) -> Any:
-        if replacements.job.config is None:
+        if here.job.config is None:
             return DistributedOptimizer(**arguments)
         scaler: Any = SeenScaler()
-        if not replacements.job.config.automatic:  # which leaves sparse gradients to stock Horovod
+        if not here.job.config.automatic:  # which leaves sparse gradients to stock Horovod
             # the script cannot be told to ask for it, and only a gradient that is sparse is treated otherwise
             arguments["sparse_as_dense"] = True
         made = DistributedOptimizer(**arguments, grad_scaler=scaler)
         scaler.belongs_to(made)
         return made
 
-    replacements.replace_factories(horovod, {"DistributedOptimizer": ours})
-    replacements.replace(horovod.init, replacements.initializing(horovod))
+    here.replace_factories(horovod, DistributedOptimizer=ours)
+    here.replace(horovod.init, here.initializing(horovod))
 
 
-def tensorflow_names(replacements: Replacements, horovod: ModuleType) -> None:
+def tensorflow_names(here: HorovodJob, horovod: ModuleType) -> None:
     """Replace in ``horovod.tensorflow``: DistributedOptimizer, DistributedGradientTape, broadcast_variables, init."""
     from dgc_horovod import tensorflow as ours
 
-    tape = ours.DistributedGradientTape
-    given: dict[str, Callable[..., Any]] = {
-        "DistributedOptimizer": ours.DistributedOptimizer,
-        "DistributedGradientTape": tape,
-        "PartialDistributedGradientTape": _partial(tape, "register_local_source"),
-    }
-    replacements.replace_factories(horovod, given)
+    here.replace_factories(
+        horovod,
+        DistributedOptimizer=ours.DistributedOptimizer,
+        DistributedGradientTape=ours.DistributedGradientTape,
+        PartialDistributedGradientTape=_partial(ours.DistributedGradientTape, "register_local_source"),
+    )
     broadcast = functools.wraps(horovod.broadcast_variables)(ours.broadcast_variables)
-    replacements.replace(horovod.broadcast_variables, broadcast)
-    replacements.replace(horovod.init, replacements.initializing(horovod))
+    here.replace(horovod.broadcast_variables, broadcast)
+    here.replace(horovod.init, here.initializing(horovod))
 
 
-def keras_names(replacements: Replacements, horovod: ModuleType) -> None:
+def keras_names(here: HorovodJob, horovod: ModuleType) -> None:
     """Replace in ``horovod.tensorflow.keras`` or ``horovod.keras``: optimizers, load_model, callbacks, KerasState."""
     from dgc_horovod.tensorflow import keras as ours
 
-    given: dict[str, Callable[..., Any]] = {
-        "DistributedOptimizer": ours.DistributedOptimizer,
-        "PartialDistributedOptimizer": _partial(ours.DistributedOptimizer, "register_local_var"),
-        "load_model": ours.load_model,
-    }
-    replacements.replace_factories(horovod, given)
+    here.replace_factories(
+        horovod,
+        DistributedOptimizer=ours.DistributedOptimizer,
+        PartialDistributedOptimizer=_partial(ours.DistributedOptimizer, "register_local_var"),
+        load_model=ours.load_model,
+    )
     for name in ours.callbacks.__all__:
-        replacements.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
+        here.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
     for name in ("KerasState", "run"):
-        replacements.replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
+        here.replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
 
 
 def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:
@@ -271,3 +239,89 @@ _ADAPTERS = {
     "horovod.tensorflow.keras": ("dgc_horovod.tensorflow.keras", keras_names),
     "horovod.keras": ("dgc_horovod.tensorflow.keras", keras_names),
 }
+
+
+def begin_ddp(before: DDPJob | None) -> DDPJob | None:
+    """A process group has been made: compress what DDP exchanges in this process, as ``DGC_*`` says.
+
+    Args:
+        before: what an earlier call in this process has returned.
+
+    Returns:
+        The job; None if none asks for compression, or it is one of Horovod's.
+    """
+    if before is None:
+        hook = our_hook()
+        if hook is not None and hook.outcome is not None and hook.outcome.job.active:
+            return None
+        _clean_path()
+        problem = ""
+        try:
+            job = of_this_process()
+        except ConfigError as error:
+            method = envvars.from_environment().get(envvars.COMPRESSION.name, "dgc")
+            job, problem = replace(resolve({}, {}), method=method), str(error)
+        if not job.active:
+            return None
+        before = DDPJob(job, problem)
+    before.meet()
+    return before
+
+
+class DDPJob(summary.Outcome):
+    """One process of a job of DDP; a `unedited.Listener`.
+
+    Args:
+        job: resolved settings of the job.
+        problem: what is wrong with them; "" for nothing.
+    """
+
+    not_wrapped = (
+        "the script has made no DistributedDataParallel; what is sharded (FSDP), or exchanged by the script itself, "
+        "cannot be compressed"
+    )
+    not_exchanged = "no optimizer has made a step with the parameters of its DistributedDataParallel"
+    no_step = "its optimizer has made one step only, and the first one is DDP's own"
+
+    def __init__(self, job: Job, problem: str) -> None:
+        super().__init__(job)
+        self._problem = problem
+        self._unedited: Unedited | None = None
+        self.watch_exit()
+
+    def meet(self) -> None:
+        """All ranks are here: let them agree whether to compress. It is the same answer on each."""
+        from dgc_horovod.torch.ddp import Compression, unedited
+
+        problem = self._problem
+        try:
+            self.begin(*unedited.place())
+        except ConfigError as error:
+            problem = problem or str(error)
+        compared = {"dgc_horovod": __version__, envvars.COMPRESSION.name: self.job.method}
+        compared |= {each.row.name: each.text for each in self.job.settings if each.row.field}
+        seconds = min(reports.CHECK_SECONDS, self.job.get(envvars.TIMEOUT))
+        reason = unedited.agree(problem, compared, seconds)
+        if reason:
+            self.refuse(reason)
+            self._report(summary.END, {"inactive": reason}, by=self.rank)  # rank 0 may be the one that is not active
+        elif self._unedited is None and self.job.method != "none":
+            self._unedited = unedited.Unedited(self.job.config or getattr(Compression, self.job.method), self)
+        if self._unedited is not None:
+            self._unedited.active = not reason
+
+    def found(self) -> None:
+        """See `unedited.Listener`."""
+        self.is_there = True
+
+    def has_wrapped(self, optimizer: Any) -> None:
+        """See `unedited.Listener`."""
+        self.is_there = False  # what is wrapped exchanges, unless `auto` leaves it to DDP
+        super().has_wrapped(optimizer)
+
+    def refuse(self, reason: str) -> None:
+        """See `unedited.Listener`; told on every rank, once."""
+        if reason not in self.refused:
+            self.refused.append(reason)
+            make_visible()
+            _log.warning("dgc_horovod: %s", summary.not_active(self.job, reason, self.may_fail))

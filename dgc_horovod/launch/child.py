@@ -1,14 +1,19 @@
-"""A child process for Horovod's launcher, which over MPI turns into mpirun: signals reach it, nothing outlives us."""
+"""A child process for Horovod's launcher, which over MPI turns into mpirun: signals reach it, nothing outlives us.
+
+And any child process that answers in JSON, at the end of a line, among whatever else it prints.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 try:
@@ -16,6 +21,7 @@ try:
 except ImportError:  # Horovod brings it; torchrun ends what it has started by itself
     psutil = None  # type: ignore[assignment,unused-ignore]
 
+MARK = "DGC_ANSWER "  # in front of the answer, among whatever else a child process prints
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _LOOK_EVERY = 0.1  # seconds
@@ -38,7 +44,9 @@ class Child:
         if self.pid == 0:
             os.close(self._writing)
             os.setsid()  # over MPI a shell starts mpirun: a signal has to reach both
-            sys.exit(_when_told(work, reading))
+            with os.fdopen(reading) as pipe:
+                told = pipe.read()
+            sys.exit(work(told) if told else 1)  # we may have died
         os.close(reading)
         self._guard()
 
@@ -110,12 +118,6 @@ def _later(seconds: float, act: Callable[..., Any], *given: Any) -> None:
     timer.start()
 
 
-def _when_told(work: Callable[[str], int], reading: int) -> int:
-    with os.fdopen(reading) as pipe:
-        told = pipe.read()
-    return work(told) if told else 1  # the parent has died
-
-
 def _end(pid: int) -> None:
     begin, below = time.monotonic(), _below(pid)
     there = _signal(pid, signal.SIGTERM)
@@ -152,3 +154,39 @@ def _signal(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def marked(output: str) -> Any | None:
+    """The JSON behind `MARK` in the last line of `output` that has it; None if there is none, or it is no JSON.
+
+    What others print without an end of the line stands in front of it.
+    """
+    answers = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
+    try:
+        return json.loads(answers[-1]) if answers else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def ask(command: Sequence[str], seconds: float) -> tuple[Any | None, str]:
+    """Run a child process that prints an answer; returns the answer and "", or None and what is wrong with the process.
+
+    Args:
+        command: command line of the process, which gets no input.
+        seconds: seconds within which it must have ended.
+    """
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it took more than {seconds:g} s"
+    except OSError as error:
+        return None, str(error)
+    found = marked(ended.stdout)
+    if found is not None:
+        return found, ""
+    if ended.returncode < 0:
+        return None, f"it crashed with {signal.Signals(-ended.returncode).name}"
+    said = ended.stderr.strip().splitlines() or ["no output"]
+    return None, f"it ended with exit code {ended.returncode}: {said[-1]}"

@@ -108,9 +108,6 @@ def _take_config_file(args: argparse.Namespace, for_horovod: bool) -> None:
 class _Command(argparse.Action):
     """A flag of `COMMANDS`."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False, **more)
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, True)
         if "-np" in parser._option_string_actions:
@@ -133,9 +130,14 @@ class _Parser(argparse.ArgumentParser):
         one_of = ours.add_mutually_exclusive_group()
         one_of.add_argument("--dgc", dest=envvars.COMPRESSION.name, action="store_const", const="dgc")
         for variable in envvars.SETTABLE:
-            _add(one_of if variable is envvars.COMPRESSION else ours, variable)
+            names = [variable.flag, "--dgc-density"] if variable.flag == "--density" else [variable.flag]
+            group = one_of if variable is envvars.COMPRESSION else ours
+            how: dict[str, Any] = {"metavar": variable.metavar}
+            if variable is envvars.ALLOW_INACTIVE:
+                how = {"action": "store_const", "const": "on"}
+            group.add_argument(*names, dest=variable.name, **how)
         for flag in COMMANDS:
-            ours.add_argument(flag, action=_Command)
+            ours.add_argument(flag, action=_Command, nargs=0, default=False)
         for flag, metavar in {REPORT: "PAGE", **PLAN}.items():
             ours.add_argument(flag, metavar=metavar)
         self._ours = len(self._actions)
@@ -181,15 +183,6 @@ class _Parser(argparse.ArgumentParser):
             message += "; for PyTorch DDP it is not needed: dgcrun --dgc torchrun --nproc-per-node 2 train.py"
         print(f"usage: {_USAGE}\ndgcrun: error: {message}", file=sys.stderr)
         sys.exit(2)
-
-
-def _add(group: Any, variable: Setting) -> None:
-    flag, dest = variable.flag, variable.name
-    if variable is envvars.ALLOW_INACTIVE:
-        group.add_argument(flag, dest=dest, action="store_const", const="on")
-        return
-    names = [flag, "--dgc-density"] if flag == "--density" else [flag]
-    group.add_argument(*names, dest=dest, metavar=variable.metavar)
 
 
 def help_text(horovods: Sequence[str]) -> str:

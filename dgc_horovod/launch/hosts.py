@@ -12,9 +12,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod.runner.common.util import env as horovod_env
 from horovod.runner.common.util import hosts as horovod_hosts
@@ -23,8 +22,7 @@ from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars, files
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.inputs import Ssh
-from dgc_horovod.launch.marked import MARK, marked
+from dgc_horovod.launch.child import MARK, marked
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.site.sitecustomize import is_ours
 
@@ -59,8 +57,19 @@ _WITH_ENVIRONMENT = (
 )
 
 
-@dataclass(frozen=True)
-class HostReport:
+class Ssh(NamedTuple):
+    """How Horovod's launcher reaches other hosts.
+
+    Args:
+        port: port of ssh; None: ssh's own.
+        identity_file: path of the private key; None: ssh's own.
+    """
+
+    port: int | None = None
+    identity_file: str | None = None
+
+
+class HostReport(NamedTuple):
     """What one host has answered.
 
     Args:
@@ -75,7 +84,7 @@ class HostReport:
 
 
 def host_slots(args: Namespace) -> str:
-    """``a:8,b:8`` from Horovod's arguments as `inputs.make_safe` left them; "" where only a discovery script knows."""
+    """``a:8,b:8`` from arguments as `launcher.make_safe` left them; "" where only a discovery script knows."""
     return args.hosts or ("" if args.host_discovery_script else f"localhost:{args.num_proc or 1}")
 
 
@@ -95,9 +104,9 @@ def ranks_a_host(slots: str, workers: int) -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-def host_of_rank(slots: str, rank: int, workers: int) -> str:
-    """The host that Horovod puts `rank` on, as the job names it; "" if `slots` does not tell."""
-    return next((slot.hostname for slot in _assignments(slots, workers) if slot.rank == rank), "")
+def host_of_rank(slots: str, workers: int) -> dict[int, str]:
+    """The host that Horovod puts each rank on, as the job names it; nothing if `slots` does not tell."""
+    return {slot.rank: slot.hostname for slot in _assignments(slots, workers)}
 
 
 def _assignments(slots: str, workers: int) -> Sequence[Any]:
@@ -155,7 +164,9 @@ def run_on(
         if horovod_env.is_exportable(name) and name != envvars.STATUS_KEY.name
     }
     if is_remote(host):
-        line, handed = _line(command), f"{_exports(environment)}\n{secret}"
+        words = ["exec", "sh", "-c", _WITH_ENVIRONMENT, "sh", *command]
+        line = f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; {shlex.join(words)}"
+        handed = f"{_exports(environment)}\n{secret}"
         if horovod_env.is_kubeflow_mpi():  # which hands no input on
             line = f"printf %s {shlex.quote(handed)} | ( {line} )"
         words = shlex.split(get_remote_command(shlex.quote(line), host, ssh.port, ssh.identity_file, _SSH_SECONDS))
@@ -169,12 +180,6 @@ def run_on(
         return subprocess.CompletedProcess(words, _NOT_FOUND, "", str(error))
     said = (output.decode(errors="replace") for output in (ended.stdout, ended.stderr))
     return subprocess.CompletedProcess(words, ended.returncode, *said)
-
-
-def _line(command: Sequence[str]) -> str:
-    """For the shell of another host, every part quoted: `command`, with the environment that it reads first."""
-    words = shlex.join(["exec", "sh", "-c", _WITH_ENVIRONMENT, "sh", *command])
-    return f"cd {shlex.quote(os.getcwd())} > /dev/null 2>&1 ; {words}"
 
 
 def _exports(environment: Mapping[str, str]) -> str:
@@ -239,13 +244,9 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
     if bad and interpreter is not None:
         lines = [f"  {report.host}: {report.problem}" for report in bad]
         raise ConfigError("\n".join(["not every host can compress, so nothing was started:", *lines]))
-    return list(dict.fromkeys([FOLDER, *(site for report in reports if (site := _site(report)))]))
-
-
-def _site(report: HostReport) -> str:
-    """The folder of the activation on that host, which goes on every rank's PYTHONPATH; "" for anything else."""
-    site = report.found.get("site")
-    return site if isinstance(site, str) and is_ours(site) and os.pathsep not in site else ""
+    sites = [report.found.get("site") for report in reports]
+    sound = [site for site in sites if isinstance(site, str) and is_ours(site) and os.pathsep not in site]
+    return list(dict.fromkeys([FOLDER, *sound]))  # they go on every rank's PYTHONPATH
 
 
 def own_address_towards(host: str) -> str:

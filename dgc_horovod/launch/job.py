@@ -1,11 +1,17 @@
-"""One job of `dgcrun`: a launcher starts its ranks, they report to a status server here, and its end is looked at."""
+"""One job of `dgcrun`: a launcher starts its ranks, they report to a status server here, and its end is looked at.
+
+The launcher is Horovod's (`launcher`), or torch's, with our settings as variables: ``dgcrun [FLAGS] torchrun ...``.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import os
 import platform
 import secrets
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -15,12 +21,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dgc_horovod import __version__, envvars, tools
-from dgc_horovod.launch import activation_check, settings, summary
+from dgc_horovod.errors import ConfigError
+from dgc_horovod.launch import reports, settings, summary
 from dgc_horovod.launch.child import Child
 from dgc_horovod.launch.settings import Job
+from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.status_server import StatusServer
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
+TORCHS_LAUNCHERS = (
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch",
+)  # fmt: skip
+_NOBODY = (
+    "no rank on this host has called torch.distributed.init_process_group() in a Python that has dgc_horovod installed"
+)
 QUIET_SECONDS = 120.0  # after which a job of which nobody has heard is worth a word
 
 
@@ -76,7 +90,7 @@ def run(args: Namespace, job: Job, slots: str, launcher: Launcher) -> int:
     status.close()
     if args.report:
         tools.load("report.command").write_page(job, args.report, description)
-    if code and status.get(activation_check.verdict(0)):
+    if code and status.get(reports.verdict(0)):
         say("dgcrun: compression was not active on every rank, so every rank was stopped: see NotActivated above")
     return code or exit_code(status, job, launcher.why_silent)
 
@@ -132,3 +146,33 @@ def _versions() -> dict[str, str]:
 def say(text: str) -> None:
     """Print a line for the user."""
     print(text, file=sys.stderr, flush=True)
+
+
+def is_for_torch(words: Sequence[str]) -> bool:
+    """Whether torch's launcher is to start the ranks: it is named, and Horovod's ``-np`` does not stand before it."""
+    at = next((i for i, word in enumerate(words) if Path(word).name in TORCHS_LAUNCHERS), None)
+    return at is not None and not any(word.split("=")[0] in ("-np", "--num-proc") for word in words[:at])
+
+
+def run_for_torch(args: Namespace, job: Job) -> int:
+    """Run a job to its end, on this host; returns its exit code.
+
+    Args:
+        args: parsed arguments of `flags.parse_for_torch`.
+        job: resolved settings of the job.
+
+    Raises:
+        ConfigError: its command does not exist; nothing was started.
+    """
+    if shutil.which(args.command[0]) is None:
+        raise ConfigError(f"{args.command[0]} is not on PATH: activate the environment that has torch")
+    envvars.put_into_environment(job.variables())
+    if job.active:
+        envvars.put_on_path([FOLDER])
+    start = functools.partial(os.execvp, args.command[0], args.command)  # in place of this process
+    return run(args, job, "", Launcher(start, "DDP alone", ["127.0.0.1"], _why_silent))
+
+
+def _why_silent(status: StatusServer) -> str:
+    """Rank 0 tells it on its own host, which may be another."""
+    return "" if status.heard_of else _NOBODY

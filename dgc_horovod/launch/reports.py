@@ -1,24 +1,121 @@
-"""What every rank tells of itself while the job runs, by way of `dgcrun`: how long it waits for the others, and so on.
+"""What a rank tells its launcher: right after ``hvd.init()`` that it compresses, and while the job runs its figures.
 
-A thread of each rank reports, a thread of rank 0 reads what all have reported. No collective, no graph and no step of
-the training knows of it: a rank that is slow, or stuck in a collective, reports like any other.
+A rank without our activation trains as if nothing were; the others would wait for it in collectives that it never
+joins. So each rank that is active reports to a store of the launcher, rank 0 counts, and its verdict goes to all.
+Without such a store (mpirun, srun) the agreement of the first optimizer takes this place: Horovod's own
+stall check names the missing ranks, and DGC_TIMEOUT ends the wait.
+
+Then a thread of each rank reports how long it waits for the others, and so on, to `dgcrun`, and a thread of rank 0
+reads what all have reported. No collective, no graph and no step of the training knows of it: a rank that is slow, or
+stuck in a collective, reports like any other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import random
+import socket
 import threading
 import time
 from typing import Any
 
-from dgc_horovod import advice, leaving
+from dgc_horovod import advice, envvars, leaving
+from dgc_horovod.errors import NotActivated
 from dgc_horovod.launch.status_server import StatusBoard
 from dgc_horovod.recording import EVERY, rank_figures
-from dgc_horovod.stats import COUNTERS, is_figure
+from dgc_horovod.stats import COUNTERS, PROCESS, is_figure
 
+_log = logging.getLogger("dgc_horovod")
+CHECK_SECONDS = 30.0  # hvd.init() has just brought all ranks together, so they are all here or will never be
+_MOST_NAMED = 20
+_LOOK_EVERY, _LOOK_AT_LEAST_EVERY = 0.05, 1.0
 PREFIX = "figures."
 _MOST_A_SECOND = 20  # reports of all ranks together
-_LAST_SECONDS, _LOOK_EVERY = 2.0, 0.05  # that rank 0 waits for the last reports of the others
+_LAST_SECONDS = 2.0  # that rank 0 waits for the last reports of the others
+
+
+def prepare() -> None:
+    """Before ``hvd.init()``: where no store will name the missing ranks, let Horovod do it before our time is over."""
+    if not envvars.store_addresses():
+        envvars.warn_of_stalls_within(envvars.timeout_seconds() / 2)
+
+
+def hold(rank: int, workers: int) -> None:
+    """Return on every rank if all are active; otherwise raise the same error on each that is.
+
+    Args:
+        rank: index of this process, 0 <= rank < workers.
+        workers: N >= 1.
+
+    Raises:
+        NotActivated: names the missing ranks and their hosts.
+    """
+    addresses, number = envvars.store_addresses(), PROCESS.next_number("activation check")
+    if not addresses:
+        return
+    board, seconds = StatusBoard(addresses), min(CHECK_SECONDS, envvars.timeout_seconds())
+    try:
+        board.put(present(number, rank), socket.gethostname())
+        if workers == 1:
+            return
+        absent = (_count if rank == 0 else _await_verdict)(board, number, workers, seconds)
+    except OSError as error:
+        _log.warning(
+            "dgc_horovod: rank %d cannot reach its launcher at %s (%s); if no rank can, whether all of them compress "
+            "is only found out at the first exchange", rank, board.names, error,
+        )  # fmt: skip
+        return
+    if absent:
+        raise NotActivated(_message(absent, workers, board.names))
+
+
+def present(number: int, rank: int) -> str:
+    """The key under which a rank reports that it is active."""
+    return f"{number}.rank{rank}"
+
+
+def verdict(number: int) -> str:
+    """The key under which rank 0 publishes who is absent."""
+    return f"{number}.verdict"
+
+
+def _count(board: StatusBoard, number: int, workers: int, seconds: float) -> list[int]:
+    """Rank 0: wait for all; publish and return who is absent."""
+    absent, deadline = list(range(workers)), time.monotonic() + seconds
+    while True:
+        absent = [rank for rank in absent if board.get(present(number, rank)) is None]
+        if not absent or time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_EVERY)
+    board.put(verdict(number), absent[:_MOST_NAMED])
+    return absent
+
+
+def _await_verdict(board: StatusBoard, number: int, workers: int, seconds: float) -> list[int]:
+    """Every other rank: what rank 0 says; if it says nothing, whom this rank cannot see."""
+    deadline, pause = time.monotonic() + seconds + 5 * _LOOK_AT_LEAST_EVERY, _LOOK_EVERY
+    while time.monotonic() < deadline:
+        absent: Any = board.get(verdict(number))
+        if isinstance(absent, list) and all(isinstance(rank, int) for rank in absent):
+            return absent
+        time.sleep(pause * random.uniform(0.5, 1))  # not all at once
+        pause = min(1.5 * pause, _LOOK_AT_LEAST_EVERY)
+    return [rank for rank in range(workers) if board.get(present(number, rank)) is None]
+
+
+def _message(absent: list[int], workers: int, names: str) -> str:
+    from dgc_horovod.launch.hosts import host_of_rank  # Horovod's hosts; a job of torch comes to this module without it
+
+    hosts = host_of_rank(envvars.value(envvars.HOSTS) or "", workers)
+    named = [f"rank {rank} ({hosts[rank]})" if rank in hosts else f"rank {rank}" for rank in absent[:_MOST_NAMED]]
+    more = " and more" if len(absent) >= _MOST_NAMED else ""
+    return (
+        f"compression is not active on {', '.join(named)}{more} of {workers} ranks, so every rank stops: the Python "
+        "there did not run dgc_horovod's sitecustomize before it imported Horovod. Usual reasons: a wrapper script "
+        "resets PYTHONPATH, python runs with -I, -E or -S, DGC_ENABLED=0 is set there, or another Python is used; or "
+        f"that rank cannot reach {names}"
+    )
 
 
 def interval(workers: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import math
 import re
@@ -14,13 +15,9 @@ import secrets
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from dgc_horovod.errors import ConfigError
 
 _REQUEST_SECONDS, _SECONDS_WHEN_FULL = 5.0, 0.5  # in which a request must be complete
 _PAUSES = (0.2, 1.0)  # seconds, before another try
@@ -47,9 +44,8 @@ class StatusServer(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         self.key = f"dgc-{secrets.token_hex(16)}"
         self.entries: dict[str, bytes] = {}
-        self.times: dict[str, float] = {}  # when each was put there last
+        self.times: dict[str, float] = {}  # when a rank has put each there last
         self.listing = threading.Lock()  # held while many entries are sent, which may be 128 MiB
-        self._own: set[str] = set()  # keys of what dgcrun itself has put here
         self._open: dict[socket.socket, float] = {}  # since when, the oldest first
         self._changed = threading.Condition()
         super().__init__(("", port), _Handler)
@@ -67,7 +63,7 @@ class StatusServer(ThreadingHTTPServer):
     @property
     def heard_of(self) -> bool:
         """Whether any rank has reported anything."""
-        return bool(self.entries.keys() - self._own)
+        return bool(self.times)
 
     def get(self, key: str) -> Any:
         """The entry under `key`, None if there is none."""
@@ -85,8 +81,8 @@ class StatusServer(ThreadingHTTPServer):
 
     def put(self, key: str, entry: Any) -> None:
         """Keep `entry`, of any size, under `key`, for ranks to read."""
-        self._own.add(key)
-        self.keep(key, json.dumps(entry).encode())
+        with self._changed:
+            self.entries[key] = json.dumps(entry).encode()
 
     def close(self) -> None:
         """Stop serving."""
@@ -119,7 +115,7 @@ class StatusServer(ThreadingHTTPServer):
                 request.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and takes it out of the list
 
     def keep(self, name: str, data: bytes) -> bool:
-        """Keep an entry; returns whether there was room for it."""
+        """Keep an entry of a rank; returns whether there was room for it."""
         with self._changed:
             if name not in self.entries and len(self.entries) >= _MOST_ENTRIES:
                 return False
@@ -142,33 +138,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile: Any = _AtMost(self.rfile, _MOST_BYTES_OF_A_REQUEST)
+        self.rfile = io.BufferedReader(_AtMost(self.connection, _MOST_BYTES_OF_A_REQUEST))
 
     def do_GET(self) -> None:
         name = self._name()
-        if name is not None and name.endswith(_ALL):
+        if name.endswith(_ALL):
             with self.server.listing:
                 return self._answer(200, self.server.beginning_with(name[: -len(_ALL)]))
-        data = None if name is None else self.server.entries.get(name)
+        data = self.server.entries.get(name)
         self._answer(404 if data is None else 200, data or b"")
 
     def do_PUT(self) -> None:
         name, length = self._name(), self.headers.get("Content-Length", "")
         sized = length.isascii() and length.isdigit() and 0 < int(length) <= _MOST_BYTES
-        if name is None or name.endswith(_ALL) or not sized:
-            return self._answer(400, b"")
-        data = self.rfile.read(int(length))
-        if not _is_entry(data):  # cut off, perhaps
-            return self._answer(400, b"")
-        self._answer(200 if self.server.keep(name, data) else 507, b"")
+        data = self.rfile.read(int(length)) if sized else b""
+        if not name or name.endswith(_ALL) or not _is_entry(data):  # or it is cut off
+            return self._answer(400)
+        self._answer(200 if self.server.keep(name, data) else 507)
 
-    def _name(self) -> str | None:
-        """What the request asks for; None without the key."""
+    def _name(self) -> str:
+        """What the request asks for; "" without the key."""
         key, _, name = self.path.lstrip("/").partition("/")
         known = secrets.compare_digest(key.encode(), self.server.key.encode())
-        return name if known and _NAME.fullmatch(name) else None
+        return name if known and _NAME.fullmatch(name) else ""
 
-    def _answer(self, status: int, data: bytes) -> None:
+    def _answer(self, status: int, data: bytes = b"") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -178,24 +172,19 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class _AtMost:
-    """A stream that ends after so many bytes: headers alone could be megabytes."""
+class _AtMost(io.RawIOBase):
+    """What a connection receives, up to so many bytes: headers alone could be megabytes."""
 
-    def __init__(self, stream: Any, left: int) -> None:
-        self._stream, self._left = stream, left
+    def __init__(self, connection: socket.socket, left: int) -> None:
+        self._connection, self._left = connection, left
 
-    def readline(self, most: int) -> bytes:
-        return self._counted(self._stream.readline(min(most, self._left)))
+    def readable(self) -> bool:
+        return True
 
-    def read(self, most: int) -> bytes:
-        return self._counted(self._stream.read(min(most, self._left)))
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def _counted(self, data: bytes) -> bytes:
-        self._left -= len(data)
-        return data
+    def readinto(self, buffer: Any) -> int:
+        count = self._connection.recv_into(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
 
 
 def _is_entry(data: bytes) -> bool:
@@ -251,41 +240,34 @@ class _Store:
     def __init__(self, address: str) -> None:
         self._key, _, place = address.rpartition("@")
         names, _, port = place.rpartition(":")
-        if not (self._key and names.strip(",") and port.isascii() and port.isdigit() and int(port) < 2**16):
-            raise ConfigError(
-                f"DGC_STATUS_SERVER must be ADDRESS:PORT, and DGC_STATUS_KEY its key, got {place!r} and "
-                f"{'a key' if self._key else 'none'}; dgcrun sets both, unset them"
-            )
-        self._bases = [f"http://{name}:{port}" for name in names.split(",") if name]
-        # a proxy of the cluster is for the world outside
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._failed: OSError | None = None  # when it was asked last
+        self._places = [f"{name}:{port}" for name in names.split(",")]
+        self._failed = OSError()  # when it was asked last
         self._again = 0.0  # the time from which on it is asked again
 
     def request(self, key: str, data: bytes | None) -> bytes | None:
         """GET, or PUT of `data`; None for what is not there. Raises OSError, and for a while then does so at once."""
-        if self._failed is not None and time.monotonic() < self._again:
+        if time.monotonic() < self._again:
             raise self._failed
-        for pause in (*_PAUSES, None):
-            for base in list(self._bases):
+        for pause in (0.0, *_PAUSES):
+            time.sleep(pause)
+            for place in list(self._places):
                 try:
-                    answer = self._ask(base, key, data)
+                    answer = self._ask(place, key, data)
                 except (OSError, ValueError, http.client.HTTPException) as error:  # no host can have such a name
-                    failed = OSError(str(error) or type(error).__name__)
+                    self._failed = OSError(str(error) or type(error).__name__)
                     continue
-                self._bases, self._failed = [base], None  # the one that works
+                self._places = [place]  # the one that works
                 return answer
-            if pause is not None:
-                time.sleep(pause)
-        self._failed, self._again = failed, time.monotonic() + _GIVEN_UP_SECONDS
-        raise failed
+        self._again = time.monotonic() + _GIVEN_UP_SECONDS
+        raise self._failed
 
-    def _ask(self, base: str, key: str, data: bytes | None) -> bytes | None:
-        request = urllib.request.Request(f"{base}/{self._key}/{key}", data, method="PUT" if data else "GET")
-        try:
-            with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
+    def _ask(self, place: str, key: str, data: bytes | None) -> bytes | None:
+        # which knows no proxy of the cluster: that is for the world outside
+        with contextlib.closing(http.client.HTTPConnection(place, timeout=_REQUEST_SECONDS)) as connection:
+            connection.request("PUT" if data else "GET", f"/{self._key}/{key}", data)
+            response = connection.getresponse()
+            if response.status == 404:
                 return None
-            raise
+            if response.status != 200:
+                raise OSError(f"HTTP error {response.status} {response.reason}")
+            return response.read()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from dgc_horovod import at_end, envvars, leaving
 from dgc_horovod.launch.reports import Reports
@@ -24,65 +24,46 @@ GIVEN_UP = "given-up."  # and any rank, with its process, that ends because anot
 RUN = "run"  # what dgcrun tells it, see `job.describe`
 
 
-class Missing(NamedTuple):
-    """What is said of a script that has compressed nothing.
-
-    Args:
-        wrapped: nothing was there to compress.
-        exchanged: something was, and has exchanged nothing.
-        step: no step was made.
-    """
-
-    wrapped: str
-    exchanged: str
-    step: str = at_end.NO_STEP
-
-
-OF_HOROVOD = Missing(
-    "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
-    "itself (hvd.allreduce) cannot be compressed",
-    "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with what "
-    "that has returned (is the model compiled with it?)",
-)
-OF_DDP = Missing(
-    "the script has made no DistributedDataParallel; what is sharded (FSDP), or exchanged by the script itself, cannot "
-    "be compressed",
-    "no optimizer has made a step with the parameters of its DistributedDataParallel",
-    "its optimizer has made one step only, and the first one is DDP's own",
-)
-
-
 class Outcome:
     """What this rank knows of the job.
 
     Args:
         job: resolved settings of the job.
-        missing: what is said where nothing was compressed.
 
     Attributes:
+        not_wrapped, not_exchanged, no_step: what is said of a script in which nothing was there to compress, something
+            was and has exchanged nothing, and no step was made.
         refused: why some optimizers, or all, are not compressed.
         is_there: whether there is something to compress, though it has exchanged nothing yet.
     """
 
-    def __init__(self, job: Job, missing: Missing = OF_HOROVOD) -> None:
-        self.job, self._missing = job, missing
+    not_wrapped = (
+        "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges "
+        "gradients itself (hvd.allreduce) cannot be compressed"
+    )
+    not_exchanged = (
+        "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with "
+        "what that has returned (is the model compiled with it?)"
+    )
+    no_step = at_end.NO_STEP
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.refused: list[str] = []
         self.is_there = False
         self.rank: int | None = None  # None until hvd.init()
         self.wrapped = 0  # optimizers, tapes and loaded models
-        self.asked: set[str] = set()  # what the script itself wanted to send: "none", "fp16"
+        self.wants_fp16 = False  # whether the script itself asked for half precision
         self._told: set[str] = set()
         self._recording: Recording | None = None
-        self._reports: Reports | None = None
         self._process, self._said_at = os.getpid(), -1.0  # steps when the summary was printed
         address = envvars.desk_address()
         self._desk = StatusBoard([address]) if address else None
+        self._reports = Reports(address) if address else None
 
     def begin(self, rank: int, workers: int) -> None:
         """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
         self.rank = rank
-        if self._desk is not None and self._reports is None:
-            self._reports = Reports(envvars.desk_address())
         if self._reports is not None:
             self._reports.go_on_as(rank, workers)
         path = self.job.get(envvars.METRICS_FILE)
@@ -102,10 +83,6 @@ class Outcome:
         """Print the summary when this process ends; call it before Horovod registers its own handler, to run last."""
         atexit.register(self._exit)
         PROCESS.tells_at_end = True  # the line at the end of the job does
-
-    def dismiss(self) -> None:
-        """There is nothing to sum up any more."""
-        atexit.unregister(self._exit)
 
     def _exit(self) -> None:
         code = self.end()
@@ -149,12 +126,12 @@ class Outcome:
         if self.job.method == "none":
             return ""
         if not self.wrapped and not PROCESS.exchanges:
-            return self._refusals() or (self._missing.exchanged if self.is_there else self._missing.wrapped)
+            return self._refusals() or (self.not_exchanged if self.is_there else self.not_wrapped)
         if self.job.config is None:
             return ""
         if not PROCESS.exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
-            return self._missing.exchanged if self.is_there else ""
-        return at_end.why_nothing(self.job.config, self._missing.step)
+            return self.not_exchanged if self.is_there else ""
+        return at_end.why_nothing(self.job.config, self.no_step)
 
     def parting(self) -> None:
         """Print the summary on rank 0: the ranks part, and Ray kills the process then, with no exit handler."""
@@ -167,9 +144,9 @@ class Outcome:
         at_end.pending()
         reason = self.why_inactive()
         if reason:
-            return self.not_active(reason)
+            return not_active(self.job, reason, self.may_fail)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
-        text = at_end.line(self.job.method, self.stats(), ranks, "fp16" in self.asked)
+        text = at_end.line(self.job.method, self.stats(), ranks, self.wants_fp16)
         return "; ".join(filter(None, (text, self._refusals())))
 
     def _refusals(self) -> str:
@@ -177,12 +154,8 @@ class Outcome:
         others = len(self.refused) - 1
         return "".join(self.refused[:1]) + f" (and {others} more)" * (others > 0)
 
-    def not_active(self, reason: str) -> str:
-        """What a user is told of this job if it was not compressed."""
-        return not_active(self.job, reason, self._may_fail)
-
     @property
-    def _may_fail(self) -> bool:
+    def may_fail(self) -> bool:
         """Whether the job fails if nothing was compressed: not where torchrun alone would start it again and again."""
         return self._desk is not None or not envvars.elastic_agent()
 
@@ -204,7 +177,7 @@ class Outcome:
         if inactive or at_end.failed() or self.stats()["steps"] != self._said_at:
             at_end.say(self.line(), inactive)
         heard = self._report(END, {"inactive": inactive})
-        allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self._may_fail
+        allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self.may_fail
         return EXIT_INACTIVE if inactive and not (at_end.failed() or allowed or heard) else 0
 
 

@@ -30,7 +30,7 @@ from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.launch import hosts
-from dgc_horovod.launch.marked import MARK, ask
+from dgc_horovod.launch.child import MARK, ask
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.trial import fitted, is_too_short

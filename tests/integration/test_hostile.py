@@ -19,7 +19,7 @@ import yaml
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands, config_file, flags, hosts, inputs, launcher
+from dgc_horovod.launch import cli, config_file, flags, hosts, launcher
 from tests.helpers.jobs import KEY_SEEN, ROOT, run
 
 FAR = "far.invalid"  # no name server knows it, so it is another host
@@ -154,7 +154,7 @@ def test_what_is_refused(canary, monkeypatch, way):
     """In this process, by the command line's own function; nothing is started."""
     for attack in ATTACKS:
         with monkeypatch.context() as patched, pytest.raises((ConfigError, SystemExit)) as caught:
-            commands.run(REFUSED[way](attack, patched))
+            cli.run(REFUSED[way](attack, patched))
         assert not isinstance(caught.value, SystemExit) or caught.value.code == 2
         assert "not every host can compress" not in str(caught.value), "a host has been asked"
 
@@ -164,7 +164,7 @@ def test_what_is_refused_or_shown(canary, monkeypatch, way):
     for attack in ATTACKS:
         with monkeypatch.context() as patched:
             try:
-                assert commands.run(SHOWN[way](attack, patched)) == 0
+                assert cli.run(SHOWN[way](attack, patched)) == 0
             except (ConfigError, SystemExit) as error:
                 assert not isinstance(error, SystemExit) or error.code == 2
 
@@ -184,7 +184,7 @@ def test_what_no_process_can_be_given(canary):
         for words in ([*JOB, "-H", f"{text}:1"], [*JOB, "--hostfile", text], [*JOB, "true", text],
                       [*JOB, "--output-filename", text], [*JOB, "--timeline-filename", text]):  # fmt: skip
             with pytest.raises(ConfigError, match=r"HOST:SLOTS|without NUL and without lone surrogates"):
-                commands.run([*words, "true"])
+                cli.run([*words, "true"])
     for text in ("a\\0b", "\\ud800"):
         for line in (
             f'{{compression: {{method: dgc, metrics_file: "{text}"}}}}',
@@ -193,16 +193,16 @@ def test_what_no_process_can_be_given(canary):
             Path("job.yaml").write_text(line)
             for more in ("--show-config", "--print-env", "--gloo"):
                 with pytest.raises(ConfigError, match=r"job\.yaml: .*(metrics_file|timeline\.filename) must be"):
-                    commands.run(["-np", "1", "--config-file", "job.yaml", more, "true"])
+                    cli.run(["-np", "1", "--config-file", "job.yaml", more, "true"])
 
 
 def test_names_that_ssh_would_take_for_options(canary):
     for name in ("-Fcanary", "-oProxyCommand", "-v", "--", "-"):
         with pytest.raises(ConfigError, match="no - in front"):
-            inputs.checked_slots(f"{name}:1", "-H")
-    assert inputs.checked_slots("a:8, b-1.c_d:2,10.0.0.1:3", "-H") == "a:8,b-1.c_d:2,10.0.0.1:3"
+            launcher.checked_slots(f"{name}:1", "-H")
+    assert launcher.checked_slots("a:8, b-1.c_d:2,10.0.0.1:3", "-H") == "a:8,b-1.c_d:2,10.0.0.1:3"
     with pytest.raises(ConfigError, match="at most 65536 slots"):
-        inputs.checked_slots("a:999999999999", "-H")
+        launcher.checked_slots("a:999999999999", "-H")
 
 
 def test_what_a_discovery_script_prints(canary):
@@ -224,9 +224,9 @@ def test_the_line_for_another_host_is_quoted_in_every_part(canary, tmp_path, mon
         with monkeypatch.context() as patched:
             patched.chdir(folder)
             patched.setenv("VALUE", attack)
-            answer = hosts.run_on(FAR, [sys.executable, "-c", script, attack], inputs.Ssh(22, "id"), secret="token")
+            answer = hosts.run_on(FAR, [sys.executable, "-c", script, attack], hosts.Ssh(22, "id"), secret="token")
             assert answer.stdout == f"{[str(folder), attack, attack, 'token']}\n", answer
-            hosts.run_on(FAR, [attack, "-c", ""], inputs.Ssh())
+            hosts.run_on(FAR, [attack, "-c", ""], hosts.Ssh())
 
 
 def test_nothing_of_the_environment_is_on_the_line_for_another_host(canary, tmp_path, monkeypatch):
@@ -241,7 +241,7 @@ def test_nothing_of_the_environment_is_on_the_line_for_another_host(canary, tmp_
     )
     # a host where nothing is set
     monkeypatch.setattr(hosts, "get_remote_command", lambda line, *place: f"env -i sh -c {line}")
-    answer = hosts.run_on(FAR, [sys.executable, "-c", script], inputs.Ssh(), secret="token\nmore")
+    answer = hosts.run_on(FAR, [sys.executable, "-c", script], hosts.Ssh(), secret="token\nmore")
     found, line, read = json.loads(answer.stdout)
     assert read == "token\nmore" and "of mine" not in line and "of mine" not in " ".join(answer.args)
     assert {name: found.get(name) for name in values} == values
@@ -251,15 +251,15 @@ def test_names_of_variables_do_not_reach_a_shell(canary, monkeypatch, capsys):
     names = [name.replace("=", "") for attack in ATTACKS for name in (attack, f"DGC_{attack}")]
     for name in names:
         monkeypatch.setenv(name, "1")
-    assert commands.run(["-np", "1", "--show-config"]) == 0
+    assert cli.run(["-np", "1", "--show-config"]) == 0
     said = capsys.readouterr().err
-    assert not inputs.unsafe_names() and said.count("is not passed on") == len(set(names))
+    assert not launcher.unsafe_names() and said.count("is not passed on") == len(set(names))
 
 
 def test_exports_that_a_shell_reads(canary, monkeypatch, capsys):
     for attack in ATTACKS:
-        monkeypatch.setattr(commands, "FOLDER", f"/x{attack}")
-        assert commands.run(["--print-env", "--dgc", f"--dgc-metrics-file={attack}"]) == 0
+        monkeypatch.setattr(cli, "FOLDER", f"/x{attack}")
+        assert cli.run(["--print-env", "--dgc", f"--dgc-metrics-file={attack}"]) == 0
         lines = capsys.readouterr().out
         for shell in filter(None, map(shutil.which, ("sh", "bash"))):
             script = f'PYTHONPATH=\n{lines}\nprintf "%s|%s" "$DGC_METRICS_FILE" "$PYTHONPATH"'
@@ -295,7 +295,7 @@ def test_words_for_mpirun_stay_words(canary, flag):
     for attack in ATTACKS:
         args, _ = flags.parse(["-np", "1", "--mpi", f"{flag}={attack}", "true"])
         try:
-            inputs.make_safe(args)
+            launcher.make_safe(args)
         except ConfigError as error:
             assert flag in str(error)
             continue

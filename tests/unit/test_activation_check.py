@@ -13,7 +13,7 @@ import pytest
 
 from dgc_horovod import envvars, recording
 from dgc_horovod.errors import NotActivated
-from dgc_horovod.launch import activation_check, hosts, job, launcher
+from dgc_horovod.launch import hosts, job, launcher
 from dgc_horovod.launch import reports as reports_module
 from dgc_horovod.launch import status_server as desk_module
 from dgc_horovod.launch.reports import Reports
@@ -37,10 +37,10 @@ def hold_all(server, workers, absent=(), seconds=2.0):
     def one(rank):
         try:
             view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
-            view.put(activation_check.present(0, rank), "here")
-            count = activation_check._count if rank == 0 else activation_check._await_verdict
+            view.put(reports_module.present(0, rank), "here")
+            count = reports_module._count if rank == 0 else reports_module._await_verdict
             found = count(view, 0, workers, seconds)
-            ended[rank] = NotActivated(activation_check._message(found, workers, view.names)) if found else None
+            ended[rank] = NotActivated(reports_module._message(found, workers, view.names)) if found else None
         except OSError as error:
             ended[rank] = error
 
@@ -71,10 +71,10 @@ def test_whoever_is_absent_is_named_to_everybody(server, absent, monkeypatch):
 def test_without_a_store_it_lets_everybody_pass(monkeypatch):
     for name in ("DGC_STATUS_SERVER", "HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    activation_check.hold(1, 2)
+    reports_module.hold(1, 2)
     monkeypatch.setenv("DGC_TIMEOUT", "30")
     monkeypatch.delenv("HOROVOD_STALL_CHECK_TIME_SECONDS", raising=False)
-    activation_check.prepare()
+    reports_module.prepare()
     assert envvars.environment()["HOROVOD_STALL_CHECK_TIME_SECONDS"] == "15"
 
 
@@ -83,7 +83,7 @@ def test_an_unreachable_store_is_a_warning_and_soon_over(monkeypatch, caplog):
     monkeypatch.setenv("DGC_STATUS_KEY", "key")
     monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", raising=False)
     start = time.monotonic()
-    activation_check.hold(0, 2)
+    reports_module.hold(0, 2)
     assert "cannot reach its launcher at 127.0.0.1:9" in caplog.text and time.monotonic() - start < 10
 
 
@@ -385,12 +385,12 @@ def test_a_word_of_another_shape_is_no_word(server, monkeypatch):
     """Nor is an entry under any other name of ours an error of whoever reads it."""
     monkeypatch.setenv("DGC_STATUS_SERVER", server.place(["127.0.0.1"]))
     monkeypatch.setenv("DGC_STATUS_KEY", server.key)
-    monkeypatch.setattr(activation_check, "_LOOK_AT_LEAST_EVERY", 0.01)
+    monkeypatch.setattr(reports_module, "_LOOK_AT_LEAST_EVERY", 0.01)
     outcome = Outcome(resolve({"DGC_COMPRESSION": "dgc"}, {}))
     for entry in ODD[1:]:
-        for key in ("end", "wrapped", "figures.0", "0.rank0", "run", activation_check.verdict(0)):
+        for key in ("end", "wrapped", "figures.0", "0.rank0", "run", reports_module.verdict(0)):
             outcome._desk.put(key, entry)
         assert isinstance(outcome._run(), dict)
         assert end_of(server, outcome.job) in (0, 3)
-        found = activation_check._await_verdict(outcome._desk, 0, 1, 0.0)
+        found = reports_module._await_verdict(outcome._desk, 0, 1, 0.0)
         assert found == (entry if isinstance(entry, list) else [])

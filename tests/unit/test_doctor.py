@@ -12,8 +12,7 @@ import pytest
 
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import hosts
-from dgc_horovod.launch.hosts import HostReport
-from dgc_horovod.launch.inputs import Ssh
+from dgc_horovod.launch.hosts import HostReport, Ssh
 from dgc_horovod.tools import doctor, link
 from dgc_horovod.tools.doctor import BAD, NOTE, OK, Facts
 from dgc_horovod.tools.link import Link

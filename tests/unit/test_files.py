@@ -16,7 +16,7 @@ import pytest
 
 from dgc_horovod import files, recording
 from dgc_horovod.errors import CheckpointError, ConfigError
-from dgc_horovod.launch import config_file, hosts, inputs
+from dgc_horovod.launch import config_file, hosts, launcher
 from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
 from dgc_horovod.tools import plan_table
@@ -75,7 +75,7 @@ USES = {
     "page": lambda path: (command.check(path, ""), files.write(path, b"x" * 200_000)),
     "page unchecked": lambda path: files.write(path, b"x"),
     "config file": config_file.read,
-    "hostfile": lambda path: inputs._hosts(Namespace(hosts=None, hostfile=path)),
+    "hostfile": lambda path: launcher._hosts(Namespace(hosts=None, hostfile=path)),
     "command": lambda path: hosts.interpreter_of([path]),
     "plot": lambda path: plan_table.draw({}, "title", Path(path)),
     "checkpoint to save": save,

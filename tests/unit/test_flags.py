@@ -7,7 +7,7 @@ import pytest
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands, flags, torchrun
+from dgc_horovod.launch import cli, flags, job
 
 
 def test_our_flags_and_horovods_go_together():
@@ -90,11 +90,11 @@ def test_no_rank_is_no_job():
     for number in ("0", "-3"):
         for words in (["true"], ["--show-config"]):
             with pytest.raises(ConfigError, match=f"-np must be at least 1, got {number}"):
-                commands.run(["-np", number, *words])
+                cli.run(["-np", number, *words])
 
 
 def test_the_metrics_file_of_a_report_is_shown(tmp_path, capsys):
-    assert commands.run(["--show-config", "--dgc", "--report", str(tmp_path / "x.html")]) == 0
+    assert cli.run(["--show-config", "--dgc", "--report", str(tmp_path / "x.html")]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "metrics_file" in line]
     assert line.split() == ["metrics_file", str(tmp_path / "x.jsonl"), "flag", "--report"]
 
@@ -103,7 +103,7 @@ def test_exports_take_away_what_is_not_used(monkeypatch, capsys):
     """Beside the exported method they would have been used: a profile's density of dgc for topk."""
     for name, text in {"COMPRESSION": "dgc", "DENSITY": "0.5", "WARMUP_STEPS": "500", "VALUES": "fp16"}.items():
         monkeypatch.setenv(f"DGC_{name}", text)
-    assert commands.run(["--compression", "topk", "--dgc-values", "fp32", "--print-env"]) == 0
+    assert cli.run(["--compression", "topk", "--dgc-values", "fp32", "--print-env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"unset DGC_DENSITY", "unset DGC_WARMUP_STEPS"} == {line for line in lines if line.startswith("unset")}
     assert "export DGC_COMPRESSION=topk" in lines and "export DGC_VALUES=fp32" in lines
@@ -123,7 +123,7 @@ def test_exports_take_away_what_is_not_used(monkeypatch, capsys):
     ],
 )
 def test_who_starts_the_ranks(words, asked):
-    assert torchrun.is_asked_for(words.split()) == asked
+    assert job.is_for_torch(words.split()) == asked
 
 
 def test_flags_before_torchrun_are_ours_and_those_behind_it_its_own(capsys):
@@ -134,14 +134,14 @@ def test_flags_before_torchrun_are_ours_and_those_behind_it_its_own(capsys):
         flags.parse_for_torch(["--dgc-densty", "0.1", "torchrun", "train.py"])
     assert "did you mean --dgc-density?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="torchrun starts the ranks itself: leave -np out"):
-        commands.run(["-np", "2", "--dgc", "torchrun", "train.py"])
+        cli.run(["-np", "2", "--dgc", "torchrun", "train.py"])
     with pytest.raises(ConfigError, match="no_such_launcher/torchrun is not on PATH"):
-        commands.run(["--dgc", "no_such_launcher/torchrun", "train.py"])
+        cli.run(["--dgc", "no_such_launcher/torchrun", "train.py"])
 
 
 def test_without_horovod_settings_are_shown_and_the_rest_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
-    assert commands.run(["--dgc", "--print-env"]) == 0
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli.run(["--dgc", "--print-env"]) == 0
     assert "export DGC_COMPRESSION=dgc" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"no Horovod for .*--build-horovod"):
-        commands.run(["-np", "2", "--dgc", "python", "train.py"])
+        cli.run(["-np", "2", "--dgc", "python", "train.py"])

@@ -93,7 +93,7 @@ def test_parts_for_torch_do_without_horovod():
         for file in FILES
         if is_without_horovod(file) and file.name != "__init__.py" and file.parent.name != "integrations"
     ]
-    names += [f"dgc_horovod.launch.{name}" for name in ("cli", "commands", "ddp_job", "torchrun")]
+    names += [f"dgc_horovod.launch.{name}" for name in ("cli", "job", "activate")]
     names += ["dgc_horovod.tools.report.command"]
     code = f"""
 import importlib, sys

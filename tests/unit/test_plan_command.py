@@ -8,7 +8,7 @@ import pytest
 
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands, flags
+from dgc_horovod.launch import cli, flags
 from dgc_horovod.planning.cost_model import Cost
 from dgc_horovod.tools import plan_table
 from dgc_horovod.tools.plan import shapes_of
@@ -17,7 +17,7 @@ PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"
 
 
 def test_a_plan_says_what_to_take_and_from_how_many_workers_on(capsys):
-    assert commands.run([*PLAN, "-H", "a:8,b:8"]) == 0
+    assert cli.run([*PLAN, "-H", "a:8,b:8"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("0.3 M elements, 5.0 ms of computing a step, density 0.001, 8 workers a card of 0.1 Gbit/s")
     verdicts = [line for line in said.splitlines() if line.startswith("N = ")]
@@ -31,18 +31,18 @@ def test_a_plan_says_what_to_take_and_from_how_many_workers_on(capsys):
 @pytest.mark.parametrize("words", [["--workers-per-node", "6"], ["-H", "a:6,b:6"]])
 def test_nodes_of_any_size_are_planned(words, capsys):
     """Not powers of two only: two nodes of them, four, and so on."""
-    assert commands.run([*PLAN, *words]) == 0
+    assert cli.run([*PLAN, *words]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert [row for row in rows if row != "N"] == 4 * ["12", "24", "48", "96", "192", "384", "768"]
 
 
 def test_a_link_may_have_no_latency(capsys):
-    assert commands.run([*PLAN, "--latency-ms", "0"]) == 0
+    assert cli.run([*PLAN, "--latency-ms", "0"]) == 0
     assert "0.1 Gbit/s, 0 ms" in capsys.readouterr().out
 
 
 def test_hosts_of_one_worker_have_no_columns_of_nodes(capsys):
-    assert commands.run(PLAN) == 0
+    assert cli.run(PLAN) == 0
     said = capsys.readouterr().out
     assert "hierarchical" not in said and "PowerSGD" in said and "\n       2 " in said
 
@@ -65,16 +65,16 @@ def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
 def test_a_plan_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.svg"
-    assert commands.run([*PLAN, "--plot", str(file)]) == 0
+    assert cli.run([*PLAN, "--plot", str(file)]) == 0
     assert "<svg" in file.read_text() and f"drawn: {file}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--plot .*: "):
-        commands.run([*PLAN, "--plot", str(tmp_path / "plan.nothing")])
+        cli.run([*PLAN, "--plot", str(tmp_path / "plan.nothing")])
     assert capsys.readouterr().out == "", "it is refused before anything is measured"
 
 
 def test_a_run_of_known_length_is_priced_at_its_density(capsys):
     """Not at the one of a run of any length."""
-    assert commands.run([*PLAN, "--compression", "auto", "--dgc-total-steps", "5000"]) == 0
+    assert cli.run([*PLAN, "--compression", "auto", "--dgc-total-steps", "5000"]) == 0
     assert "density 0.004," in capsys.readouterr().out
 
 
@@ -83,20 +83,20 @@ def test_an_empty_value_is_refused(flag):
     """It had switched off what was asked for."""
     for words in (["-np", "2"], PLAN, ["--doctor", "-np", "2"]):
         with pytest.raises(ConfigError, match=f"^{flag} is empty; leave it out, or give it a value$"):
-            commands.run([*words, f"{flag}=", "true"])
+            cli.run([*words, f"{flag}=", "true"])
 
 
 def test_a_nodes_size_of_the_job_is_that_of_the_plan(capsys):
     """It had been ignored."""
-    assert commands.run([*PLAN, "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"]) == 0
+    assert cli.run([*PLAN, "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"]) == 0
     assert "4 workers a card" in capsys.readouterr().out
 
 
 def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
     """The density that was asked for had been shown, and a budget that cannot be kept to went unsaid."""
-    assert commands.run(PLAN) == 0
+    assert cli.run(PLAN) == 0
     assert "budget" not in capsys.readouterr().out
-    assert commands.run([*PLAN, "--dgc-budget", "4kB"]) == 0
+    assert cli.run([*PLAN, "--dgc-budget", "4kB"]) == 0
     said = capsys.readouterr().out
     first, second, *_ = said.splitlines()
     assert "density up to 0.001," in first and second.startswith("budget: 4.0 kB a step into a network card")
@@ -192,4 +192,4 @@ def test_sizes_of_a_model_are_whole(tmp_path, shape):
 )
 def test_what_is_missing_or_wrong(words, said):
     with pytest.raises(ConfigError, match=said):
-        commands.run(words)
+        cli.run(words)

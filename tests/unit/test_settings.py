@@ -10,7 +10,7 @@ from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS, ConfiguredCompressor, Presets
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import commands, config_file, flags
+from dgc_horovod.launch import cli, config_file, flags
 from dgc_horovod.launch.settings import resolve, show
 from dgc_horovod.launch.site import sitecustomize
 from dgc_horovod.schedule import WarmupSchedule
@@ -307,7 +307,7 @@ def test_enabled_off_is_decided_before_any_file_of_ours_is_read(tmp_path, monkey
     for name, text in {"DGC_ENABLED": "0", "DGC_CONFIG_FILE": "/nowhere.yaml"}.items():
         monkeypatch.setenv(name, text)
     args, given = flags.parse(words)
-    assert commands.job_of(args, given).switched_off and args.cycle_time_ms == 3
+    assert cli.job_of(args, given).switched_off and args.cycle_time_ms == 3
     monkeypatch.setenv("DGC_ENABLED", "1")
     with pytest.raises(ConfigError, match="unknown key 'densty'"):
         flags.parse(words)
@@ -319,11 +319,11 @@ def test_the_file_for_everyone_goes_last_and_has_our_section_only(tmp_path, monk
     own.write_text("compression: {density: 0.25}\nparams: {cycle_time_ms: 3}")
     monkeypatch.setenv("DGC_CONFIG_FILE", str(everyones))
     args, given = flags.parse(["-np", "1", "--config-file", str(own), "true"])
-    job = commands.job_of(args, given)
+    job = cli.job_of(args, given)
     assert (job.config.density, job.config.values, args.cycle_time_ms) == (0.25, "4bit", 3)
     everyones.write_text("compression: {density: 0.5}\nparams: {cycle_time_ms: 3}")
     with pytest.raises(ConfigError, match=r"params is Horovod's.*--config-file only"):
-        commands.job_of(args, given)
+        cli.job_of(args, given)
 
 
 def test_the_words_for_off_are_the_same_before_and_after_the_package_is_imported():

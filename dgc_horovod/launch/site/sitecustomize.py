@@ -1,9 +1,9 @@
 """Python runs this at its start where this folder stands on PYTHONPATH: `dgcrun` puts it there.
 
-In a rank of a job it arranges that Horovod, when a script imports it, gets its optimizers replaced
-(`dgc_horovod.launch.activate`), and that torch's ``init_process_group`` calls `dgc_horovod.launch.ddp_job`. It imports
-nothing but the standard library, so that a Python that never imports them starts as fast as ever and cannot fail
-because of it. A sitecustomize that this one hides is run as well.
+In a rank of a job it arranges that Horovod, when a script imports it, gets its optimizers replaced, and that torch's
+``init_process_group`` calls `begin_ddp` (both in `dgc_horovod.launch.activate`). It imports nothing but the standard
+library, so that a Python that never imports them starts as fast as ever and cannot fail because of it. A sitecustomize
+that this one hides is run as well.
 
 For torch no PYTHONPATH is needed where the package is installed: `dgc_horovod_autoload` calls `follow_torch`.
 """
@@ -68,14 +68,14 @@ class ImportHook(_Finder):
     is_dgc_hook = True
 
     def __init__(self) -> None:
-        super().__init__((*FRAMEWORKS, *ADAPTERS), lambda module: _launch("activate").imported(module))
-        self.replacements: Any = None  # what `dgc_horovod.launch.activate` has put in place of Horovod's names
+        super().__init__((*FRAMEWORKS, *ADAPTERS), lambda module: _activate().imported(module))
+        self.outcome: Any = None  # what `dgc_horovod.launch.activate` knows of this process
 
 
-def _launch(name: str) -> Any:
-    """A module of ``dgc_horovod.launch``, in a rank that needs it."""
+def _activate() -> Any:
+    """The module ``dgc_horovod.launch.activate``, in a rank that needs it."""
     try:
-        return importlib.import_module(f"dgc_horovod.launch.{name}")
+        return importlib.import_module("dgc_horovod.launch.activate")
     except ImportError as error:
         raise ImportError(
             f"compression is on for this job, but {sys.executable} cannot import dgc_horovod ({error}): install it for "
@@ -84,7 +84,7 @@ def _launch(name: str) -> Any:
 
 
 def follow_torch() -> None:
-    """Let torch's ``init_process_group`` call `dgc_horovod.launch.ddp_job`, in this process, if it imports torch.
+    """Let torch's ``init_process_group`` call `begin_ddp` of ``launch.activate``, in this process, if it imports torch.
 
     Nothing happens where no variable of ours is set, or ``DGC_ENABLED`` is off.
     """
@@ -105,25 +105,20 @@ def _replace_start(distributed: ModuleType) -> None:
     @functools.wraps(stock)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
-        ours.dgc_job = _launch("ddp_job").begin(ours.dgc_job)
+        ours.dgc_job = _activate().begin_ddp(ours.dgc_job)
         return result
 
     ours: Any = init_process_group
-    ours.dgc_job = None  # what `dgc_horovod.launch.ddp_job` knows of this process
+    ours.dgc_job = None  # what `begin_ddp` knows of this process
     for name, module in list(sys.modules.items()):
         if name.startswith(_TORCH) and getattr(module, "init_process_group", None) is stock:
             module.init_process_group = ours  # type: ignore[attr-defined]
     if distributed.is_initialized():  # `activate` comes after it, in a worker of Ray Train
-        ours.dgc_job = _launch("ddp_job").begin(None)
+        ours.dgc_job = _activate().begin_ddp(None)
 
 
 def _is_on() -> bool:
     return os.environ.get("DGC_ENABLED", "").lower() not in _OFF
-
-
-def is_wanted() -> bool:
-    """Whether this process is a rank of a job, and nobody has switched compression off."""
-    return _is_on() and any(name in os.environ for name in _RANK)
 
 
 def is_ours(entry: str) -> bool:
@@ -143,7 +138,7 @@ def _run_hidden() -> None:
 
 
 if __name__ == "sitecustomize":
-    if is_wanted():
+    if _is_on() and any(name in os.environ for name in _RANK):  # a rank of a job
         sys.meta_path.insert(0, ImportHook())
     follow_torch()
     _run_hidden()
