@@ -127,8 +127,10 @@ def _compressing(
         checks.check_optimizer(optimizer, settings["sparse_as_dense"])
         checks.check_parameters(optimizer, named)
         checks.check_plain_models(optimizer, named)
-        if config.automatic:
-            check_automatic(named)
+        if config.automatic and envvars.horovod_elastic():
+            raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
+        if config.automatic and any(needs_host(p) for _, p in named):
+            raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
         kind = kind_for(optimizer, config, op == hvd.Average)
         if process_set.included() and hvd.rank() == 0:
             begin_as_environment_says(config)
@@ -155,14 +157,6 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
         )
     check_predivide(predivide, op == hvd.Average)
     check_whole("backward_passes_per_step", passes, 1)
-
-
-def check_automatic(named: checks.Named) -> None:
-    """Raise UnsupportedUse if ``Compression.auto`` cannot choose."""
-    if envvars.horovod_elastic():
-        raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
-    if any(needs_host(p) for _, p in named):
-        raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
 
 
 def _adopt(optimizer: Optimizer, named: checks.Named, overrides: type, **settings: Any) -> Any:

@@ -1,4 +1,7 @@
-"""``register`` and ``DistributedOptimizer`` over torch.distributed, which add methods to the user's optimizer."""
+"""``register`` and ``DistributedOptimizer`` over torch.distributed, which add methods to the user's optimizer.
+
+And ``save_checkpoint``, ``load_checkpoint``, ``save_residuals`` and ``load_residuals`` for these optimizers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -15,18 +19,20 @@ from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.files import AnyPath
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
+from dgc_horovod.state import checkpoint
+from dgc_horovod.torch import state
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.ddp import models
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
-from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.overrides import begin, kind_for, made_class
-from dgc_horovod.torch.session.session import Kind, session_of
+from dgc_horovod.torch.session.session import Kind, Session, session_of
 from dgc_horovod.torch.wrapping import checks
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
@@ -79,7 +85,7 @@ COMPRESSES = (
 
 
 def register(
-    model: torch.nn.Module,
+    model: Module,
     optimizer: Optimizer,
     compression: Any = None,
     process_group: dist.ProcessGroup | None = None,
@@ -130,11 +136,11 @@ def register(
 
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave the exchange of `optimizer` to DDP; add only the data for checkpoints."""
-    leave_to_ddp(model, halves)
+    models.leave_to_ddp(model, halves)
     optimizer._dgc = GroupCarrier(group, models.named_parameters(model), ReduceSettings(averages=True))
 
 
-def _compressed(model: torch.nn.Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
+def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
     with checks.alike(_comparing(group)), checks.without_a_choice(may_stay):
         found = models.data_parallel(model)
@@ -259,3 +265,93 @@ def _undone_on_error(optimizer: Any) -> Iterator[None]:
         vars(optimizer).clear()
         vars(optimizer).update(before)
         raise
+
+
+# -- checkpoints, with the same files as with Horovod
+
+
+def save_checkpoint(directory: AnyPath, model: Module, optimizer: Optimizer, **extra: object) -> None:
+    """Save model, optimizer and every rank's residuals; call it on every rank of the optimizer, between two steps.
+
+    ``dgc_horovod.torch.load_checkpoint`` reads the same files: names are those of the model without DDP.
+
+    Args:
+        directory: path, created if missing; one for each optimizer. A checkpoint in it is replaced when the new one is
+            complete; other files are not changed.
+        model: module whose state is saved, with or without DDP around it.
+        optimizer: optimizer of `register` or `DistributedOptimizer`, with any compression.
+        extra: more values to save: numbers, texts, tensors, dicts and lists of them; those of rank 0 are saved.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot write, or is between backward() and step().
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    state.save(directory, models.bare(model), models.bare_optimizer(optimizer), extra, carrier_of(optimizer))
+
+
+def load_checkpoint(
+    directory: AnyPath, model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
+) -> dict[str, Any]:
+    """Load a checkpoint of ``save_checkpoint``, also of Horovod's adapter; call it on every rank of the optimizer.
+
+    With the same number of ranks training continues bit for bit. With another number the combined residual of all ranks
+    stays the same (to fp32 rounding); all ranks must then see the directory.
+
+    Args:
+        directory: path of the checkpoint.
+        model, optimizer: model and optimizer, built as they were when it was saved.
+        residuals: handling of the residuals: "required"; "if sound": missing or damaged ones are lost and start from
+            zero; "ignored": all start from zero.
+
+    Returns:
+        The `extra` of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
+    """
+    return state.load(directory, models.bare(model), models.bare_optimizer(optimizer), residuals, carrier_of(optimizer))
+
+
+def save_residuals(directory: AnyPath, optimizer: Optimizer) -> None:
+    """Save only every rank's residuals, in addition to a checkpoint of the script or of another library.
+
+    Call it on every rank of the optimizer, between two steps. Save model and ``optimizer.state_dict()`` separately.
+
+    Args:
+        directory: path, created if missing; see `save_checkpoint`.
+        optimizer: see `save_checkpoint`.
+
+    Raises:
+        CheckpointError: see `save_checkpoint`.
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    state.save(directory, None, models.bare_optimizer(optimizer), {}, carrier_of(optimizer))
+
+
+def load_residuals(directory: AnyPath, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED) -> None:
+    """Load residuals of `save_residuals`, after the state of model and optimizer; call it on every rank.
+
+    Args:
+        directory: path, also of a checkpoint of `save_checkpoint`.
+        optimizer: see `load_checkpoint`.
+        residuals: see `load_checkpoint`.
+
+    Raises:
+        CheckpointError: see `load_checkpoint`.
+    """
+    state.load(directory, None, models.bare_optimizer(optimizer), residuals, carrier_of(optimizer))
+
+
+def carrier_of(optimizer: Optimizer) -> GroupCarrier:
+    """Return the carrier of a registered optimizer, which may leave the exchange to DDP.
+
+    Raises:
+        UnsupportedUse: the optimizer was not registered.
+    """
+    found = getattr(models.bare_optimizer(optimizer), "_dgc", None)
+    found = found.carrier if isinstance(found, Session) else found
+    if not isinstance(found, GroupCarrier):
+        raise UnsupportedUse("pass the optimizer that was passed to register() or DistributedOptimizer()")
+    return found

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dgc_horovod.errors import ConfigError, DGCError, RankMismatch, UnsupportedUse
 from dgc_horovod.stats import PROCESS
-from dgc_horovod.torch.ddp.hook import fall_back_to_ddp
+from dgc_horovod.torch.ddp.models import fall_back_to_ddp
 from dgc_horovod.torch.ddp.optimizer import register
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 

@@ -7,7 +7,6 @@ and checks are those of `EveryStep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +26,9 @@ from dgc_horovod.torch.session.strategies import Strategy
 _OUTER = "outer_momentum"  # key in a state_dict
 
 
-@dataclass(frozen=True)
-class Round:
-    """A copy of the present round on one rank, without the weights.
-
-    Args:
-        count: number of inner steps since the last exchange, >= 0.
-        anchor: weights of the last exchange, by parameter; empty if none has been made.
-    """
-
-    count: int
-    anchor: dict[Parameter, torch.Tensor]
+# A copy of the present round on one rank, without the weights: the number of inner steps since the last exchange, and
+# the weights of the last exchange, by parameter, which are empty if none has been made
+Round = tuple[int, dict[Parameter, torch.Tensor]]
 
 
 class LocalRounds:
@@ -179,7 +170,7 @@ class LocalRounds:
 
         Memory: 4 bytes a parameter, none right after an exchange.
         """
-        return Round(self.count, {p: anchor.clone() for p, anchor in self._anchor.items()})
+        return self.count, {p: anchor.clone() for p, anchor in self._anchor.items()}
 
     def go_back(self, to: Round | None = None) -> None:
         """Return to the round `to`, or to the begin of a round, with the present weights.
@@ -188,7 +179,7 @@ class LocalRounds:
         """
         self._end()
         if to is not None:
-            self.count, self._anchor = to.count, {p: anchor.clone() for p, anchor in to.anchor.items()}
+            self.count, self._anchor = to[0], {p: anchor.clone() for p, anchor in to[1].items()}
 
     def _end(self) -> None:
         for p, grad in self._held.items():
@@ -208,8 +199,7 @@ class LocalSteps(Strategy):
     differ between ranks.
     """
 
-    takes_gradients = False
-    scales_itself = True  # GradScaler then always calls step(), and passes scale and verdict as attributes
+    takes_gradients = False  # GradScaler then always calls step(), and passes scale and verdict as attributes
     rounds: LocalRounds
 
     def built(self) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NoReturn, SupportsFloat, SupportsIndex
+from typing import Any, NoReturn, SupportsInt
 
 import torch
 from torch.utils.data.distributed import DistributedSampler
@@ -179,17 +178,15 @@ class OutsideOverrides:
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
-def _whole(epoch: SupportsIndex | SupportsFloat) -> int:
+def _whole(epoch: SupportsInt) -> int:
     """Convert `epoch` to an int; whole floats and NumPy integers are allowed.
 
     Raises:
         ConfigError: `epoch` is not a whole number.
     """
-    with suppress(TypeError):
-        return operator.index(epoch)  # type: ignore[arg-type]
-    with suppress(TypeError, ValueError):
-        if not isinstance(epoch, (str, bytes)) and float(epoch).is_integer():
-            return int(float(epoch))
+    with suppress(TypeError, ValueError, OverflowError):
+        if int(epoch) == epoch:  # not true of texts
+            return int(epoch)
     raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
 
 

@@ -273,7 +273,7 @@ class Session(base.Session[torch.optim.Optimizer]):
 
         A fused step would unscale only the dense path.
         """
-        if self.strategy.scales_itself:
+        if not self.strategy.takes_gradients:
             return True
         if self.scaler is None:
             raise UnsupportedUse(SCALER_NOT_PASSED)
@@ -307,7 +307,8 @@ class Session(base.Session[torch.optim.Optimizer]):
         own, added = self.strategy.split(state_dict)
         if self.loaded and self.carrier.exchanges_in_backward and self._keeps_any():
             self.tell_once("loaded twice", LOADED_TWICE)
-        self.passes.begin_anew()
+        self.passes.synchronized = False
+        self.passes.close()
         self.own("load_state_dict")(own, *args, **kwargs)
         self.forget()
         self.loaded = self.groups.changed = True
