@@ -12,6 +12,7 @@ order; then each rank may wait for results. ``board.clear()`` ends the step, sin
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,13 +27,11 @@ class Message:
     def __init__(self, combine: Callable[[list[Tensor]], Tensor]) -> None:
         self.parts: list[Tensor] = []
         self._combine = combine
-        self._result: Tensor | None = None
 
+    @cached_property
     def result(self) -> Tensor:
-        """Return the result, the same object for every rank."""
-        if self._result is None:
-            self._result = self._combine(self.parts)
-        return self._result
+        """The result, the same object for every rank, once all have given their parts."""
+        return self._combine(self.parts)
 
 
 Board = dict[str, Message]  # the messages of one step, by name
@@ -78,7 +77,7 @@ class Loopback(Collectives):
 
     def _result(self, pending: Pending) -> Tensor:
         """Return a copy of the result, which a rank may write to."""
-        result: Tensor = pending.handle.result()
+        result = pending.handle.result
         return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # alltoall: this rank's part
 
     def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.auto import GraphChoice
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
 from dgc_horovod.tensorflow.session.local import LocalRounds
@@ -48,14 +47,12 @@ class SessionView:
     @property
     def choice(self) -> Any:
         """The `Choice` of ``Compression.auto``."""
-        graph: GraphChoice = self.exchange.auto  # type: ignore[attr-defined]
-        return graph.choice
+        return self.exchange.auto.choice  # type: ignore[attr-defined]
 
     @property
     def rounds(self) -> LocalRounds:
         """The rounds of local steps, of an optimizer that is built."""
-        rounds: LocalRounds = self._strategy.rounds
-        return rounds
+        return self._strategy.rounds
 
     def residuals(self) -> ResidualState | None:
         """Copy the residuals, also within a round of local steps, without the inner optimizer's variables."""

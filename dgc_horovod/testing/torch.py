@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch import state
-from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.auto import AutoTuned
-from dgc_horovod.torch.session.local import LocalRounds, LocalSteps
 from dgc_horovod.torch.session.session import Session, session_of
 
 
-@dataclass(frozen=True)
-class SessionView:
-    """The parts of an optimizer at one time; take a new view after a step or a change of ranks.
+def session(optimizer: object) -> Session:
+    """Return the session of `optimizer`, which compresses on this rank.
 
-    Args:
-        exchange: exchange: parameters by name, collectives, clipping, engines, counters and config.
-        rounds: rounds of local steps; None without local steps.
-        choice: choice of ``Compression.auto``; None without auto.
-        told: keys of the notices that rank 0 has given.
-        under_way: number of parameters whose gradient of the present step is there.
+    Its ``exchange`` has the parameters, collectives, clipping, engines, counters and config, and is replaced when the
+    ranks change; ``strategy.rounds`` are those of local steps, ``strategy.choice`` that of ``Compression.auto``.
     """
-
-    exchange: GradientExchange
-    rounds: LocalRounds | None
-    choice: Choice | None
-    told: frozenset[str]
-    under_way: int
-
-
-def session(optimizer: object) -> SessionView:
-    """Return the parts of `optimizer`, which compresses on this rank."""
-    found = _session(optimizer)
-    rounds = found.strategy.rounds if isinstance(found.strategy, LocalSteps) else None
-    choice = found.strategy.choice if isinstance(found.strategy, AutoTuned) else None
-    return SessionView(found.exchange, rounds, choice, frozenset(found.told), len(found.passes.results))
-
-
-def _session(optimizer: object) -> Session:
     found = session_of(optimizer)
     assert found is not None
     return found
@@ -54,7 +27,7 @@ def take(optimizer: object, mode: str, on_trial: bool = False) -> None:
         mode: DENSE or COMPRESSED of ``planning.trial``.
         on_trial: whether compression is on trial, and the choice is still to be made.
     """
-    found = _session(optimizer)
+    found = session(optimizer)
     assert isinstance(found.strategy, AutoTuned)
     trial = found.strategy.choice.trial
     if on_trial:
@@ -66,9 +39,9 @@ def take(optimizer: object, mode: str, on_trial: bool = False) -> None:
 
 def kept_by(optimizer: object) -> ResidualState:
     """Copy the state of this rank, between two steps."""
-    return state.kept_by(_session(optimizer))
+    return state.kept_by(session(optimizer))
 
 
 def copied(optimizer: object) -> ResidualState:
     """Copy the state of this rank without the optimizer's own; possible within a step."""
-    return _session(optimizer).kept.record(own=False)
+    return session(optimizer).kept.record(own=False)

@@ -201,5 +201,4 @@ class HorovodCarrier(Carrier):
         else:
             pending = Pending(handle, p, f"allreduce.{self.names[p]}")
             result = self._optimizer._dgc.exchange.collectives.wait(pending)
-        found: torch.Tensor = self._optimizer._compression.decompress(result, context)
-        return found
+        return self._optimizer._compression.decompress(result, context)

@@ -23,7 +23,6 @@ from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
@@ -124,16 +123,13 @@ def _compressing(
     with checks.alike(_comparing(process_set)), checks.without_a_choice(config.automatic):
         named = checks.checked_names(optimizer, given)
         check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
-        checks.check_optimizer(optimizer, settings["sparse_as_dense"])
-        checks.check_parameters(optimizer, named)
         checks.check_plain_models(optimizer, named)
         if config.automatic and envvars.horovod_elastic():
             raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
         if config.automatic and any(needs_host(p) for _, p in named):
             raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
-        kind = kind_for(optimizer, config, op == hvd.Average)
-        if process_set.included() and hvd.rank() == 0:
-            begin_as_environment_says(config)
+        records = process_set.included() and hvd.rank() == 0
+        kind = kind_for(optimizer, named, config, op == hvd.Average, settings["sparse_as_dense"], records)
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
         carrier = ElasticCarrier(wrapped) if envvars.horovod_elastic() else HorovodCarrier(wrapped)

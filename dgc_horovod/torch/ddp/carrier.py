@@ -18,7 +18,7 @@ from dgc_horovod.errors import RankMismatch, UnsupportedUse
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
-from dgc_horovod.torch.ddp.models import OwnExchange, after_ddp, as_it_is, install
+from dgc_horovod.torch.ddp.models import after_ddp, as_it_is, install, own_exchange
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -155,13 +155,14 @@ class DataParallelCarrier(GroupCarrier):
     def __init__(self, model: DistributedDataParallel, group: Group, named: Named) -> None:
         super().__init__(group, named, ReduceSettings(averages=True))
         self._model = weakref.ref(model)
-        self._own = OwnExchange(model.process_group, halves=False)
+        self._group_of_model = model.process_group
         self._passes = 0  # of DDP's own exchange, backward passes outside of no_sync() in the present step
 
     def deliver(self, session: Session) -> None:
         model = self._model()
         assert model is not None
-        install(model, weakref.ref(session))
+        state = install(model)
+        state.session, state.own = weakref.ref(session), None
 
     def started(self, session: Session) -> None:
         model = self._model()
@@ -206,7 +207,7 @@ class DataParallelCarrier(GroupCarrier):
             session.offered = False
             begin = time.perf_counter()
             after_ddp(lambda: strategy.arrived(time.perf_counter() - begin))
-        return self._own.carry(bucket)
+        return own_exchange(self._group_of_model, False, bucket)
 
     def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
         """Take updates of frozen parameters out of ``p.grad``, and return them: as with DDP alone, they do not move."""

@@ -6,6 +6,7 @@ The hook passes gradients to the exchange, and waits for all updates after the l
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,39 +139,37 @@ def bare(model: Any) -> nn.Module:
 # -- the communication hook
 
 
-class OwnExchange:
-    """DDP's exchange without a hook, or in half precision.
+def own_exchange(group: dist.ProcessGroup, halves: bool, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as DDP does without a hook.
 
     Args:
         group: process group of the model.
-        halves: whether gradients are summed in half precision.
+        halves: whether gradients are summed in half precision. Torch's fp16 hook divides before the sum and loses small
+            values; this function divides after it.
+        bucket: bucket of DDP.
     """
-
-    def __init__(self, group: dist.ProcessGroup, halves: bool) -> None:
-        self._group, self._halves = group, halves
-
-    def carry(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket. Torch's fp16 hook divides before the sum and loses small values; this one divides after."""
-        if not self._halves:
-            return default_hooks.allreduce_hook(self._group, bucket)
-        buffer, workers = bucket.buffer(), self._group.size()
-        future = dist.all_reduce(buffer.half(), group=self._group, async_op=True).get_future()
-        return future.then(lambda done: buffer.copy_(done.value()[0]).div_(workers))
+    if not halves:
+        return default_hooks.allreduce_hook(group, bucket)
+    buffer = bucket.buffer()
+    future = dist.all_reduce(buffer.half(), group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]).div_(group.size()))
 
 
 class HookState:
-    """The state that DDP passes to the hook: a weak reference to its model, and the user of the gradients.
+    """The state that DDP passes to the hook: a weak reference to its model, and who takes the gradients.
 
     It is copied or saved with a DistributedDataParallel. The copy of the model has no hook, so the copy of this state
     has no model.
 
     Attributes:
-        user: function that returns the user: a session, None if it is gone, or an OwnExchange.
+        session: function that returns the session of the gradients; None if it is gone.
+        own: exchange of a bucket where there is no session; None: that is an error.
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
         self.model = weakref.ref(model) if model is not None else lambda: None
-        self.user: Callable[[], Any] = lambda: None
+        self.session: Callable[[], Session | None] = lambda: None
+        self.own: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HookState, ()
@@ -182,13 +181,13 @@ def _state_of(model: DistributedDataParallel) -> HookState | None:
     return next((state for state in states if state.model() is model), None)
 
 
-def install(model: DistributedDataParallel, user: Callable[[], Any]) -> None:
-    """Deliver the gradients of `model` to what `user` returns, see `HookState`, in place of an earlier one."""
+def install(model: DistributedDataParallel) -> HookState:
+    """Return the state of our hook of `model`, which gets the hook if it has none."""
     state = _state_of(model)
     if state is None:
         state = HookState(model)
         model.register_comm_hook(state, exchange_hook)
-    state.user = user
+    return state
 
 
 def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
@@ -198,24 +197,23 @@ def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
         model: model, compressed before or not.
         halves: whether in half precision.
     """
-    state = _state_of(model)
-    before = state.user() if state is not None else None
-    if isinstance(before, Session):
+    if not halves and _state_of(model) is None:
+        return  # DDP needs no hook
+    state = install(model)
+    before = state.session()
+    if before is not None:
         before.superseded = True
-    if halves or state is not None:  # else DDP needs no hook
-        own = OwnExchange(model.process_group, halves)
-        install(model, lambda: own)
+    state.session, state.own = lambda: None, partial(own_exchange, model.process_group, halves)
 
 
 def fall_back_to_ddp(model: DistributedDataParallel) -> None:
-    """Once the session of `model` is gone, let DDP exchange its gradients itself, until `install` is called again.
+    """Once the session of `model` is gone, let DDP exchange its gradients itself, until the next `register`.
 
     Without this it is an error: a script that has registered an optimizer can register the next one.
     """
     state = _state_of(model)
-    if state is not None:
-        session, own = state.user, OwnExchange(model.process_group, halves=False)
-        state.user = lambda: session() or own
+    if state is not None and state.own is None:  # else DDP exchanges already, perhaps in half precision
+        state.own = partial(own_exchange, model.process_group, False)
 
 
 # This module has no postponed annotations, as DDP reads those of the hook. The hook is not compiled with backward().
@@ -227,15 +225,16 @@ def exchange_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         state: `HookState` of the model.
         bucket: bucket of DDP with several parameters, which may change after the first step.
     """
-    user, model = state.user(), state.model()
-    if isinstance(user, OwnExchange):
-        return user.carry(bucket)
+    session, model = state.session(), state.model()
+    if session is None and state.own is not None:
+        return state.own(bucket)
     if model is not None and model._join_config.enable:
         raise UnsupportedUse(JOINING)
-    if user is None:
+    if session is None:
         raise UnsupportedUse(SUPERSEDED)
-    user.check_not_superseded()
-    return user.carrier.carry(user, bucket)
+    session.check_not_superseded()
+    carrier: Any = session.carrier  # that of a DDP model
+    return carrier.carry(session, bucket)
 
 
 def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

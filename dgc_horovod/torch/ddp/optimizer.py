@@ -21,7 +21,6 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.files import AnyPath
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
@@ -151,7 +150,8 @@ def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: G
         known = {p for _, p in named}
         frozen = [p for each in optimizer.param_groups for p in each["params"] if p not in known]
         named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
-        kind = _checked(optimizer, named, config)
+        checks.checked_names(optimizer, named)
+        kind = kind_for(optimizer, named, config, averages=True, sparse_as_dense=False, records=dist.get_rank() == 0)
     scaler = SeenScaler()
     watch_scalers()
     carrier = DataParallelCarrier(found, group, named)
@@ -199,7 +199,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checks.checked_names(optimizer, named_parameters)
         checks.check_plain_models(optimizer, named)
-        kind = _checked(optimizer, named, config, sparse_as_dense, average)
+        kind = kind_for(optimizer, named, config, average, sparse_as_dense, records=dist.get_rank() == 0)
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
     carrier = GroupCarrier(group, named, settings, backward_passes_per_step)
     _take_over(optimizer, carrier, kind, grad_scaler)
@@ -219,19 +219,6 @@ def _group_of(theirs: Any) -> Group:
 
 def _comparing(group: Group) -> ProcessGroupCollectives:
     return ProcessGroupCollectives(group, "choice")
-
-
-def _checked(
-    optimizer: Optimizer, named: checks.Named, config: DGCConfig, sparse: bool = False, averages: bool = True
-) -> Kind:
-    """Return the parts of the session, or raise an error if the optimizer cannot be compressed, or recorded, here."""
-    checks.checked_names(optimizer, named)
-    checks.check_optimizer(optimizer, sparse)
-    checks.check_parameters(optimizer, named)
-    kind = kind_for(optimizer, config, averages)
-    if dist.get_rank() == 0:
-        begin_as_environment_says(config)
-    return kind
 
 
 def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -104,14 +104,14 @@ class Unedited:
     def __init__(self, compression: Any, listener: Listener) -> None:
         self.active = True  # result of the last agreement of the ranks
         self._compression, self._listener = compression, listener
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models: weakref.WeakValueDictionary[int, DistributedDataParallel] = weakref.WeakValueDictionary()
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         stock: Any = DistributedDataParallel.__init__
 
         @functools.wraps(stock)
         def noting(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             stock(model, *args, **kwargs)
-            self._models.append(weakref.ref(model))
+            self._models[id(model)] = model
             listener.found()
 
         DistributedDataParallel.__init__ = noting  # type: ignore[assignment,method-assign]
@@ -134,15 +134,10 @@ class Unedited:
         if hasattr(optimizer, "_dgc"):  # the script has registered it itself
             return
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        model = next((model for model in self._alive() if not trained.isdisjoint(model.parameters())), None)
+        newest_first = reversed([*self._models.values()])  # a script may wrap a model again
+        model = next((model for model in newest_first if not trained.isdisjoint(model.parameters())), None)
         if model is not None and not _inside(optimizer):
             self._register(model, optimizer)
-
-    def _alive(self) -> Iterator[DistributedDataParallel]:
-        """Yield the models that still exist, the newest first: a script may wrap a model again."""
-        found = [model for reference in reversed(self._models) if (model := reference()) is not None]
-        self._models = [weakref.ref(model) for model in reversed(found)]
-        yield from found
 
     def _register(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         try:

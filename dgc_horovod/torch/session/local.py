@@ -52,21 +52,11 @@ class LocalRounds:
     def __init__(self, exchange: GradientExchange, config: DGCConfig) -> None:
         assert config.local_steps is not None
         self.exchange, self._config, self._steps = exchange, config, config.local_steps
-        self.count = 0
         self.momentum: dict[Parameter, torch.Tensor] = {}
         self._anchor: dict[Parameter, torch.Tensor] = {}
         self._versions: dict[Parameter, int] = {}  # torch's counts of writes, after the last inner step
         self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while p.grad has changes of weights
         self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
-
-    @property
-    def count(self) -> int:
-        """Number of inner steps since the last exchange; it is also in the summary of a job."""
-        return self.exchange.counts.pending
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self.exchange.counts.pending = count
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """Copy `x`, of a parameter's shape, to the memory of the rounds: host memory with ``offload``."""
@@ -87,10 +77,10 @@ class LocalRounds:
 
     def end_step(self) -> bool:
         """End an inner step, made or skipped; return whether the round is complete."""
-        self.count += 1
-        self.exchange.counts.steps_alone += 1
+        counts = self.exchange.counts
+        counts.pending, counts.steps_alone = counts.pending + 1, counts.steps_alone + 1
         self._versions = {p: p._version for p in self._anchor}
-        return self.count >= self._steps
+        return counts.pending >= self._steps
 
     @torch.no_grad()
     def restart_of(self, sent: Collection[torch.Tensor]) -> None:
@@ -106,8 +96,8 @@ class LocalRounds:
 
     def go_on_in(self, exchange: GradientExchange) -> None:
         """Replace the exchange; the present round continues."""
-        count, self.count = self.count, 0
-        self.exchange, self.count = exchange, count
+        counts, self.exchange = self.exchange.counts, exchange
+        counts.pending, exchange.counts.pending = 0, counts.pending
 
     @torch.no_grad()
     def send(self) -> bool:
@@ -170,7 +160,7 @@ class LocalRounds:
 
         Memory: 4 bytes a parameter, none right after an exchange.
         """
-        return self.count, {p: anchor.clone() for p, anchor in self._anchor.items()}
+        return self.exchange.counts.pending, {p: anchor.clone() for p, anchor in self._anchor.items()}
 
     def go_back(self, to: Round | None = None) -> None:
         """Return to the round `to`, or to the begin of a round, with the present weights.
@@ -179,7 +169,9 @@ class LocalRounds:
         """
         self._end()
         if to is not None:
-            self.count, self._anchor = to[0], {p: anchor.clone() for p, anchor in to[1].items()}
+            count, anchors = to
+            self.exchange.counts.pending = count
+            self._anchor = {p: anchor.clone() for p, anchor in anchors.items()}
 
     def _end(self) -> None:
         for p, grad in self._held.items():
@@ -188,7 +180,7 @@ class LocalRounds:
         self._results.clear()
         self._anchor.clear()
         self._versions.clear()
-        self.count = 0
+        self.exchange.counts.pending = 0
 
 
 class LocalSteps(Strategy):
@@ -266,7 +258,7 @@ class LocalSteps(Strategy):
     @property
     def apart(self) -> bool:
         """See `Strategy`."""
-        return self.rounds.count > 0
+        return self.session.exchange.counts.pending > 0
 
     def conclude(self) -> None:
         """See `Strategy`."""
@@ -317,7 +309,7 @@ class LocalSteps(Strategy):
         """
         session, own = self.session, {}
         states = session.optimizer.state
-        if self.rounds.count or session.exchange.steps:
+        if self.apart or session.exchange.steps:
             own = {p: copied(states[p]) for p in session.exchange.names if p in states}
         self.rounds.go_back()
         session.loaded = True  # so that the outer momentum is shared

@@ -224,17 +224,15 @@ class Session(base.Session[torch.optim.Optimizer]):
         """Call the user's own step, without torch's hooks."""
         optimizer = self.optimizer
         self.update.begin(optimizer)
-        own_step: Any = self.own("step")
-        own_step = own_step.__func__
+        own_step = self.own("step").__func__
         if getattr(own_step, "__code__", None) is _HOOKED:  # the wrapper would run the hooks a second time
             own_step = own_step.__wrapped__
         with self.as_step():
             self.returned = own_step(optimizer)
 
-    def own(self, name: str) -> Callable[..., Any]:
+    def own(self, name: str) -> Any:
         """Return a method of the user's optimizer from its own class."""
-        found: Callable[..., Any] = getattr(super(type(self.optimizer), self.optimizer), name)
-        return found
+        return getattr(super(type(self.optimizer), self.optimizer), name)
 
     def with_hooks(self, act: Callable[[], None]) -> None:
         """Call `act` inside torch's step wrapper, which runs the step hooks once."""
