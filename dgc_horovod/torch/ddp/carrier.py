@@ -218,11 +218,11 @@ class DataParallelCarrier(GroupCarrier):
 
     def before_step(self, session: Session) -> None:
         """Raise UnsupportedUse if nothing was exchanged since the last step: DDP's hooks need complete buckets."""
-        session.check_not_superseded()
         if session.passes.synchronized:
             return
         model, parameters, results = self._model(), session.parameters, session.passes.results
-        missing = [repr(name) for name, p in parameters.items() if p not in results and _brings_nothing(p)]
+        left = {name: p for name, p in parameters.items() if p not in results}
+        missing = [repr(name) for name, p in left.items() if not p.requires_grad or p.grad is None or not p.grad.any()]
         # whether the last forward pass was outside of no_sync(); the model may be gone
         in_sync = getattr(model, "require_forward_param_sync", False)
         if model is None or not in_sync or model.find_unused_parameters or not 0 < len(missing) < len(parameters):
@@ -249,7 +249,3 @@ def end_backward(session: Session) -> None:
     session.watch.look_again()
     session.strategy.synchronize()
     session.offered = False
-
-
-def _brings_nothing(p: Parameter) -> bool:
-    return not p.requires_grad or p.grad is None or not p.grad.any()

@@ -116,7 +116,7 @@ def register(
     config, bare = config_of(compression), models.unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
-        checks.check_same_choice(_comparing(group), compression)
+        checks.check_same_choice(ProcessGroupCollectives(group, "choice"), compression)
         found = models.data_parallel(model)
         if session_of(optimizer) is not None:
             raise UnsupportedUse(COMPRESSES)
@@ -141,7 +141,7 @@ def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, 
 
 def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
-    with checks.alike(_comparing(group)), checks.without_a_choice(may_stay):
+    with checks.alike(ProcessGroupCollectives(group, "choice")), checks.without_a_choice(may_stay):
         found = models.data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")
@@ -193,7 +193,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     group = _group_of(process_group)
     if config is None:
         raise ConfigError(f"{compression!r} leaves the exchange to DDP, but there is no DDP: use DDP and register()")
-    with checks.alike(_comparing(group)):
+    with checks.alike(ProcessGroupCollectives(group, "choice")):
         check_whole("backward_passes_per_step", backward_passes_per_step, 1)
         if config.automatic:
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
@@ -215,10 +215,6 @@ def _group_of(theirs: Any) -> Group:
             f"rank {dist.get_rank()} is not in the given process_group; do not call this function on this rank"
         )
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
-
-
-def _comparing(group: Group) -> ProcessGroupCollectives:
-    return ProcessGroupCollectives(group, "choice")
 
 
 def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -> None:

@@ -207,7 +207,6 @@ class LocalSteps(Strategy):
     def step(self) -> bool:
         """Step the user's optimizer on this rank alone; exchange after the H-th step."""
         session = self.session
-        session.check_not_superseded()
         if not self.rounds.begin_step():
             session.tell_once("weights set", WEIGHTS_SET)
         is_made = self._may_step(session.optimizer)

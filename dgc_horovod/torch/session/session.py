@@ -257,6 +257,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_not_superseded()
         is_made = self.strategy.step()
         self.loaded = False
         return loss if closure is not None or not is_made else self.returned
