@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.state.residual_state import ResidualState
+from dgc_horovod.tensorflow.auto import GraphChoice
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
 from dgc_horovod.tensorflow.session.local import LocalRounds
@@ -47,12 +48,14 @@ class SessionView:
     @property
     def choice(self) -> Any:
         """The `Choice` of ``Compression.auto``."""
-        return self.exchange.auto.choice  # type: ignore[attr-defined]
+        graph: GraphChoice = self.exchange.auto  # type: ignore[attr-defined]
+        return graph.choice
 
     @property
     def rounds(self) -> LocalRounds:
         """The rounds of local steps, of an optimizer that is built."""
-        return self._strategy.rounds
+        rounds: LocalRounds = self._strategy.rounds
+        return rounds
 
     def residuals(self) -> ResidualState | None:
         """Copy the residuals, also within a round of local steps, without the inner optimizer's variables."""

@@ -17,10 +17,14 @@ from dgc_horovod.schedule import WarmupSchedule
 
 if TYPE_CHECKING:
     from dgc_horovod.torch import elastic
-    from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint
-    from dgc_horovod.torch.horovod_carrier import node_process_sets
-    from dgc_horovod.torch.joining import join
-    from dgc_horovod.torch.optimizer import Compression, DistributedOptimizer
+    from dgc_horovod.torch.adapter import (
+        Compression,
+        DistributedOptimizer,
+        join,
+        load_checkpoint,
+        node_process_sets,
+        save_checkpoint,
+    )
 
 __all__ = [
     "Compression",
