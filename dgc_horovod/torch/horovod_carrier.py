@@ -25,9 +25,6 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 
-STOCK = "stock Horovod"
-
-
 WITHOUT_CUDA = (
     "Horovod was built without CUDA, and ends a process that passes it a CUDA tensor. All gradients of this optimizer "
     "go through host memory; call broadcast_parameters and Horovod's other operations before the model is on the GPU, "
@@ -135,7 +132,7 @@ class HorovodCarrier(Carrier):
         optimizer: optimizer with the attributes that Horovod's constructor has set.
     """
 
-    stock = STOCK
+    stock = "stock Horovod"
 
     def __init__(self, optimizer: _DistributedOptimizer) -> None:
         settings = ReduceSettings(

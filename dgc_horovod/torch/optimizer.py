@@ -26,7 +26,7 @@ from dgc_horovod.notices import tell_stock
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
-from dgc_horovod.torch.horovod_carrier import STOCK, WITHOUT_CUDA, HorovodCarrier, HorovodCollectives, needs_host
+from dgc_horovod.torch.horovod_carrier import WITHOUT_CUDA, HorovodCarrier, HorovodCollectives, needs_host
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import Scaler, session_of
 from dgc_horovod.torch.wrapping import checks
@@ -109,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return _compressing(optimizer, given, config, grad_scaler, groups=borders, **settings)
     except checks.NoChoice as refused:
         if hvd.rank() == 0:
-            tell_stock(str(refused), STOCK)
+            tell_stock(str(refused), HorovodCarrier.stock)
         uncompressed = stock(HorovodCompression.none)
         limit_averages(uncompressed, config.clip_norm)
         return uncompressed

@@ -28,7 +28,6 @@ from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.checks import Named
 
-STOCK = "DDP"
 ACCUMULATED = (
     "backward() was called again before step(): the second gradient was added to an update that had been exchanged. "
     "Put all backward passes of a step but the last inside `with model.no_sync():`. To drop an update, call "
@@ -150,7 +149,7 @@ class DataParallelCarrier(GroupCarrier):
         group, named: see `GroupCarrier`.
     """
 
-    exchanges_in_backward, stock = True, STOCK
+    exchanges_in_backward, stock = True, "DDP"
 
     def __init__(self, model: DistributedDataParallel, group: Group, named: Named) -> None:
         super().__init__(group, named, ReduceSettings(averages=True))

@@ -26,7 +26,7 @@ from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.ddp import models
-from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
+from dgc_horovod.torch.ddp.carrier import DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
@@ -127,7 +127,7 @@ def register(
         models.renew_step(given)
     except checks.NoChoice as refused:
         if group.rank == 0:
-            tell_stock(str(refused), STOCK)
+            tell_stock(str(refused), DataParallelCarrier.stock)
         limit_averages(optimizer, config.clip_norm)
         _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
     return given

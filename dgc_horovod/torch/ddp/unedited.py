@@ -136,7 +136,9 @@ class Unedited:
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         newest_first = reversed([*self._models.values()])  # a script may wrap a model again
         model = next((model for model in newest_first if not trained.isdisjoint(model.parameters())), None)
-        if model is not None and not _inside(optimizer):
+        held = vars(optimizer).values()  # Lookahead holds an optimizer, which may be registered itself
+        inside = [x for x in held if isinstance(x, torch.optim.Optimizer) and hasattr(x, "_dgc")]
+        if model is not None and not inside:
             self._register(model, optimizer)
 
     def _register(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -154,9 +156,3 @@ def _is_trial(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     grads = (p.grad for group in groups for p in group["params"] if p.grad is not None)
     return not any(group.get("lr", 1) for group in groups) and not any(bool(grad.any()) for grad in grads)
-
-
-def _inside(outer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return optimizers inside `outer` (Lookahead has one) that are registered themselves."""
-    held = vars(outer).values()
-    return [inner for inner in held if isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_dgc")]
