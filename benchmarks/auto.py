@@ -128,7 +128,7 @@ def torch_rank(name: str) -> dict[str, Any]:
             functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), y).backward()
             optimizer.step()
 
-        return Trainer(step, lambda: session(optimizer).choice.trial)
+        return Trainer(step, lambda: session(optimizer).strategy.choice.trial)
 
     connections.start()
     return in_turns(make, lambda number: float(hvd.allreduce(torch.tensor(number), name="mean")))

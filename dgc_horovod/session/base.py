@@ -17,7 +17,8 @@ from dgc_horovod.notices import MID_ROUND
 from dgc_horovod.state.parts import StatePart
 
 _log = logging.getLogger("dgc_horovod")
-_made: list[weakref.ref[Session[Any]]] = []  # in the order of wrapping, which is the same on every rank
+# in the order of wrapping, which is the same on every rank
+_made: weakref.WeakValueDictionary[int, Session[Any]] = weakref.WeakValueDictionary()
 Wrapped = TypeVar("Wrapped")  # an optimizer of a framework
 Owner = TypeVar("Owner", bound="Session[Any]")
 Tensor = TypeVar("Tensor")
@@ -65,14 +66,12 @@ class Session(Generic[Wrapped]):
 
     def enter(self) -> None:
         """Add the session to `sessions`."""
-        _made[:] = [ref for ref in _made if ref() is not None]
-        _made.append(weakref.ref(self))
+        _made[id(self)] = self
 
 
 def sessions() -> list[Session[Any]]:
     """Return the sessions of this process that are alive, in the order of wrapping."""
-    found = [ref() for ref in _made]
-    return [session for session in found if session is not None and session.alive]
+    return [session for session in _made.values() if session.alive]
 
 
 def weights_set(sent: Iterable[Any]) -> None:

@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from dgc_horovod.errors import ReplicaMismatch
 from dgc_horovod.stats import PROCESS
 
 _log = logging.getLogger("dgc_horovod")
-RECORD = np.dtype([("step", "<u4"), ("checksum", "<u4")])  # sent by each rank in a comparison
 _PART_BYTES = 2**24  # of weights that are compared together: 3 ms
 _BROADCAST = "Broadcast weights and optimizer state from rank 0 before the first step"
 _WRITERS = (
@@ -82,46 +82,33 @@ class ReplicaCheck:
     def stop_or_tell(self, found: Difference, told: Sequence[Circumstances]) -> None:
         """Raise ReplicaMismatch if the ranks are to stop; else warn on rank 0. Both texts contain `why`."""
         if self.stops:
-            raise ReplicaMismatch(f"{found}. {why(found, told)}. {_GO_ON}")
+            raise ReplicaMismatch(f"{found.text}. {why(found.names, told)}. {_GO_ON}")
         if self._collectives.rank == 0:
-            _log.warning("dgc_horovod: %s. All ranks go on with those of the first one. %s", found, why(found, told))
+            reasons = why(found.names, told)
+            _log.warning("dgc_horovod: %s. All ranks go on with those of the first one. %s", found.text, reasons)
 
 
 def record(step: int, found: int) -> np.ndarray:
     """Return the record of this rank for a comparison, as bytes."""
-    return np.array([(step, found)], RECORD).view(np.uint8)
+    return np.array([step, found], np.uint32).view(np.uint8)
 
 
 def same(received: np.ndarray) -> bool:
     """Whether the records of all ranks are equal."""
-    return len(set(received.view("<u8").tolist())) == 1
+    return len(set(received.view(np.uint64).tolist())) == 1
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A difference between the ranks.
+class Difference(NamedTuple):
+    """A difference between the ranks: what differs, in words, and the names of the tensors."""
 
-    Args:
-        step: number of steps finished when they were compared.
-        ranks: ranks that differ from the majority; none if there are two ranks, either of which may be wrong.
-        names: names of the tensors in which they differ.
-    """
-
-    step: int
-    ranks: list[int]
+    text: str
     names: list[str]
-
-    def __str__(self) -> str:
-        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
-        ranks, names = ", ".join(map(str, self.ranks)), ", ".join(map(repr, self.names[:_NAMED]))
-        which = (
-            f"rank {ranks} has other weights than the others" if self.ranks else "the two ranks have different weights"
-        )
-        return f"after step {self.step} {which}: {names}{more}"
 
 
 def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> Difference | None:
     """Return the ranks and tensors that differ; None if all are equal.
+
+    With two ranks either may be wrong; otherwise those differ that are not like the majority.
 
     Args:
         step: number of steps finished.
@@ -131,9 +118,14 @@ def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> 
     usual, count = Counter(map(tuple, sums)).most_common(1)[0]
     if count == len(sums):
         return None
-    ranks = [rank for rank, theirs in enumerate(sums) if tuple(theirs) != usual] if len(sums) > 2 else []
     differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != usual[i] for theirs in sums)]
-    return Difference(step, ranks, differing)
+    which = "the two ranks have different weights"
+    if len(sums) > 2:
+        ranks = ", ".join(str(rank) for rank, theirs in enumerate(sums) if tuple(theirs) != usual)
+        which = f"rank {ranks} has other weights than the others"
+    more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    text = f"after step {step} {which}: {', '.join(map(repr, differing[:_NAMED]))}{more}"
+    return Difference(text, differing)
 
 
 @dataclass
@@ -161,11 +153,11 @@ def ask(collectives: Gatherer, own: Circumstances) -> list[Circumstances]:
     return [Circumstances(**json.loads(text)) for text in collectives.gather_bytes(data, "replicas.why")]
 
 
-def why(found: Difference, told: Sequence[Circumstances]) -> str:
+def why(names: list[str], told: Sequence[Circumstances]) -> str:
     """Describe why the ranks differ, or possible reasons if none is known.
 
     Args:
-        found: difference.
+        names: names of the tensors that differ.
         told: facts of each rank, in rank order.
     """
     first = told[0]
@@ -178,15 +170,15 @@ def why(found: Difference, told: Sequence[Circumstances]) -> str:
         reasons.append(
             "Give every rank the same; schedulers and GradScalers must not depend on values of one rank alone"
         )
-    reasons += [first.writers[name] for name in found.names if name in first.writers][:1]
-    known = [name for name in found.names if all(name in each.before for each in told)]
+    reasons += [first.writers[name] for name in names if name in first.writers][:1]
+    known = [name for name in names if all(name in each.before for each in told)]
     begun = [name for name in known if name not in first.writers]
     if any(each.before[name] != first.before[name] for name in begun for each in told):
         reasons.append(f"They differed before the first step was applied. {_BROADCAST}")
     if reasons:
         return ". ".join(reasons)
     same = ". The optimizer's options (learning rate, ...) are the same on all ranks now" if first.options else ""
-    if found.names == known or first.alike_after:
+    if names == known or first.alike_after:
         when = f"after step {first.alike_after}" if first.alike_after else "before the first step"
         return f"They were equal {when}{same}. Possible causes: {_WRITERS}"
     return f"Perhaps the weights of rank 0 were never broadcast. {_BROADCAST}{same}. Other possible causes: {_WRITERS}"

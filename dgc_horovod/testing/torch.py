@@ -1,46 +1,37 @@
-"""The parts of a torch optimizer wrapped by ``DistributedOptimizer`` or ``register``, with or without Horovod."""
+"""The parts of a wrapped torch optimizer, with or without Horovod; and ranks of one process, without a network.
+
+Each rank without a network has a `Loopback`, and all share a `Board`. In one step every rank first starts its
+collectives, in rank order; then each rank may wait for results. ``board.clear()`` ends the step, since names are reused
+in the next one.
+
+    board = Board()
+    ranks = [Loopback(rank, workers, board) for rank in range(workers)]
+    pending = [each.allreduce(gradients[each.rank], "w", averages=True) for each in ranks]
+    means = [each.wait(its) for each, its in zip(ranks, pending)]
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 
-from dgc_horovod.session.auto import Choice
+import torch
+from torch import Tensor
+
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch import state
-from dgc_horovod.torch.gradients.exchange import GradientExchange
+from dgc_horovod.torch.gradients.collectives import Collectives, Pending, Scales
 from dgc_horovod.torch.session.auto import AutoTuned
-from dgc_horovod.torch.session.local import LocalRounds, LocalSteps
 from dgc_horovod.torch.session.session import Session, session_of
 
 
-@dataclass(frozen=True)
-class SessionView:
-    """The parts of an optimizer at one time; take a new view after a step or a change of ranks.
+def session(optimizer: object) -> Session:
+    """Return the session of `optimizer`, which compresses on this rank.
 
-    Args:
-        exchange: exchange: parameters by name, collectives, clipping, engines, counters and config.
-        rounds: rounds of local steps; None without local steps.
-        choice: choice of ``Compression.auto``; None without auto.
-        told: keys of the notices that rank 0 has given.
-        under_way: number of parameters whose gradient of the present step is there.
+    Its ``exchange`` has the parameters, collectives, clipping, engines, counters and config, and is replaced when the
+    ranks change; ``strategy.rounds`` are those of local steps, ``strategy.choice`` that of ``Compression.auto``.
     """
-
-    exchange: GradientExchange
-    rounds: LocalRounds | None
-    choice: Choice | None
-    told: frozenset[str]
-    under_way: int
-
-
-def session(optimizer: object) -> SessionView:
-    """Return the parts of `optimizer`, which compresses on this rank."""
-    found = _session(optimizer)
-    rounds = found.strategy.rounds if isinstance(found.strategy, LocalSteps) else None
-    choice = found.strategy.choice if isinstance(found.strategy, AutoTuned) else None
-    return SessionView(found.exchange, rounds, choice, frozenset(found.told), len(found.passes.results))
-
-
-def _session(optimizer: object) -> Session:
     found = session_of(optimizer)
     assert found is not None
     return found
@@ -54,7 +45,7 @@ def take(optimizer: object, mode: str, on_trial: bool = False) -> None:
         mode: DENSE or COMPRESSED of ``planning.trial``.
         on_trial: whether compression is on trial, and the choice is still to be made.
     """
-    found = _session(optimizer)
+    found = session(optimizer)
     assert isinstance(found.strategy, AutoTuned)
     trial = found.strategy.choice.trial
     if on_trial:
@@ -66,9 +57,74 @@ def take(optimizer: object, mode: str, on_trial: bool = False) -> None:
 
 def kept_by(optimizer: object) -> ResidualState:
     """Copy the state of this rank, between two steps."""
-    return state.kept_by(_session(optimizer))
+    return state.kept_by(session(optimizer))
 
 
 def copied(optimizer: object) -> ResidualState:
     """Copy the state of this rank without the optimizer's own; possible within a step."""
-    return _session(optimizer).kept.record(own=False)
+    return session(optimizer).kept.record(own=False)
+
+
+class Message:
+    """One collective of a step: each rank's part, and the result."""
+
+    def __init__(self, combine: Callable[[list[Tensor]], Tensor]) -> None:
+        self.parts: list[Tensor] = []
+        self._combine = combine
+
+    @cached_property
+    def result(self) -> Tensor:
+        """The result, the same object for every rank, once all have given their parts."""
+        return self._combine(self.parts)
+
+
+Board = dict[str, Message]  # the messages of one step, by name
+
+
+class Loopback(Collectives):
+    """The collectives of one of N ranks of this process; ranks start them in rank order and wait after all started.
+
+    Args:
+        rank: index of this rank, 0 <= rank < workers.
+        workers: N >= 1.
+        board: messages of the present step, shared by all N ranks.
+    """
+
+    def __init__(self, rank: int, workers: int, board: Board) -> None:
+        super().__init__(rank, workers, tag="loopback")
+        self._board = board
+
+    def allgather(self, packet: Tensor, name: str) -> Pending:
+        """Start an allgather; the result has the parts in rank order."""
+        return self._post(packet, name, torch.cat)
+
+    def allreduce(self, tensor: Tensor, name: str, averages: bool = False, scales: Scales = (1.0, 1.0)) -> Pending:
+        """Start a sum, taken in rank order."""
+        before, after = scales
+        factor = after / self.workers if averages else after
+        return self._post(tensor * before, name, lambda parts: sum(parts[1:], parts[0]) * factor)
+
+    def alltoall(self, tensor: Tensor, name: str) -> Pending:
+        """Start an exchange of N equal parts; each rank gets its part from every rank."""
+        return self._post(tensor, name, lambda parts: torch.stack([p.view(self.workers, -1) for p in parts], 1))
+
+    def broadcast(self, tensor: Tensor, name: str, root: int = 0) -> Pending:
+        """Start a broadcast from rank `root`; parts of other ranks are ignored."""
+        return self._post(tensor, name, lambda parts: parts[root])
+
+    def _is_done(self, handle: Message) -> bool:
+        if len(handle.parts) != self.workers:
+            raise UnsupportedUse(
+                f"{len(handle.parts)} of {self.workers} ranks have started this collective; start it on all, then wait"
+            )
+        return True
+
+    def _result(self, pending: Pending) -> Tensor:
+        """Return a copy of the result, which a rank may write to."""
+        result = pending.handle.result
+        return (result[self.rank].reshape(-1) if result.dim() == 3 else result).clone()  # alltoall: this rank's part
+
+    def _post(self, part: Tensor, name: str, combine: Callable[[list[Tensor]], Tensor]) -> Pending:
+        message = self._board.setdefault(name, Message(combine))
+        message.parts.append(part)
+        return Pending(message, part, name)

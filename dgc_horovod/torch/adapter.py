@@ -1,4 +1,7 @@
-"""The PyTorch adapter for Horovod: checks the installed Horovod, and replaces its names."""
+"""The PyTorch adapter for Horovod: checks the installed Horovod, and replaces its names.
+
+It has the public names of `dgc_horovod.torch`.
+"""
 
 try:
     import horovod.torch
@@ -17,20 +20,10 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
     )
 
 from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
-from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
-from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402
-from dgc_horovod.torch.joining import join  # noqa: E402
-from dgc_horovod.torch.optimizer import Compression, DistributedOptimizer  # noqa: E402
-
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "elastic",
-    "join",
-    "load_checkpoint",
-    "node_process_sets",
-    "save_checkpoint",
-]
+from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402, F401
+from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402, F401
+from dgc_horovod.torch.joining import join  # noqa: E402, F401
+from dgc_horovod.torch.optimizer import Compression, DistributedOptimizer  # noqa: E402, F401
 
 broadcast.register()
 elastic.register()

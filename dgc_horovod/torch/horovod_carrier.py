@@ -25,9 +25,6 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
 
-STOCK = "stock Horovod"
-
-
 WITHOUT_CUDA = (
     "Horovod was built without CUDA, and ends a process that passes it a CUDA tensor. All gradients of this optimizer "
     "go through host memory; call broadcast_parameters and Horovod's other operations before the model is on the GPU, "
@@ -82,23 +79,21 @@ class HorovodCollectives(Collectives):
         return needs_host(tensor)
 
     def _begun_by(self, operation: Callable[..., int], tensor: torch.Tensor, name: str, **settings: object) -> Pending:
-        def start(sent: torch.Tensor, full_name: str) -> tuple[int, torch.Tensor]:
-            return self._start(operation, sent, name=full_name, process_set=self.process_set, **settings), sent
-
-        return self._begun(tensor, name, start)
-
-    def _start(self, operation: Callable[..., int], *arguments: object, **settings: object) -> int:
-        """Start a collective; return Horovod's handle.
+        """Begin a collective of Horovod.
 
         Raises:
             HorovodInternalError: another rank has ended. Horovod itself raises it for the set of all ranks only.
         """
-        try:
-            return operation(*arguments, **settings)
-        except ValueError as error:
-            if "Process set provided does not exist" not in str(error):
-                raise
-            raise HorovodInternalError(_ENDED.format(error)) from error
+
+        def start(sent: torch.Tensor, full_name: str) -> tuple[int, torch.Tensor]:
+            try:
+                return operation(sent, name=full_name, process_set=self.process_set, **settings), sent
+            except ValueError as error:
+                if "Process set provided does not exist" not in str(error):
+                    raise
+                raise HorovodInternalError(_ENDED.format(error)) from error
+
+        return self._begun(tensor, name, start)
 
     def _is_done(self, handle: int) -> bool:
         return bool(hvd.poll(handle))
@@ -137,7 +132,7 @@ class HorovodCarrier(Carrier):
         optimizer: optimizer with the attributes that Horovod's constructor has set.
     """
 
-    stock = STOCK
+    stock = "stock Horovod"
 
     def __init__(self, optimizer: _DistributedOptimizer) -> None:
         settings = ReduceSettings(
@@ -145,7 +140,7 @@ class HorovodCarrier(Carrier):
         )
         number, passes = optimizer.process_set.process_set_id, optimizer.backward_passes_per_step
         super().__init__(optimizer._parameter_names, settings, f"process set {number}", number, passes)
-        self.process_set, self.op, self._groups = optimizer.process_set, optimizer.op, optimizer._groups
+        self.process_set, self._groups = optimizer.process_set, optimizer._groups
         self._optimizer: Any = weakref.proxy(optimizer)  # it owns the session
 
     def collectives(self, tag: str) -> Collectives:
@@ -176,18 +171,6 @@ class HorovodCarrier(Carrier):
         keys: dict[Any, int] = {}
         return {p: keys.setdefault((group_of.get(p, -1), p.device), len(keys)) for p in parameters.values()}
 
-    def agreed_fields(self, session: Session) -> dict[str, str]:
-        """See `Carrier`; with Horovod's arguments."""
-        places = session.boundaries
-        return {
-            **super().agreed_fields(session),
-            "op": str(int(self.op)),
-            "backward_passes_per_step": str(session.passes.per_step),
-            "gradient_predivide_factor": str(float(self.settings.gradient_predivide_factor)),
-            "sparse_as_dense": str(self.settings.sparse_as_dense),
-            "bucket boundaries": "\n".join(f"{name} {places[p]}" for name, p in session.parameters.items()),
-        }
-
     def started(self, session: Session) -> None:
         if any(needs_host(p) for p in session.parameters.values()):
             session.tell_once("without CUDA", WITHOUT_CUDA)
@@ -215,5 +198,4 @@ class HorovodCarrier(Carrier):
         else:
             pending = Pending(handle, p, f"allreduce.{self.names[p]}")
             result = self._optimizer._dgc.exchange.collectives.wait(pending)
-        found: torch.Tensor = self._optimizer._compression.decompress(result, context)
-        return found
+        return self._optimizer._compression.decompress(result, context)

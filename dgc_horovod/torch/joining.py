@@ -215,7 +215,7 @@ class _RoundParticipant:
         self._strategy, self.session = strategy, strategy.session
         per_round = self.session.config.local_steps
         assert per_round is not None
-        self.steps = self.session.exchange.steps * per_round + strategy.rounds.count
+        self.steps = self.session.exchange.steps * per_round + self.session.exchange.counts.pending
         _mark(self.session, True)
 
     def begin(self) -> None:

@@ -23,11 +23,10 @@ from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
-from dgc_horovod.torch.horovod_carrier import STOCK, WITHOUT_CUDA, HorovodCarrier, HorovodCollectives, needs_host
+from dgc_horovod.torch.horovod_carrier import WITHOUT_CUDA, HorovodCarrier, HorovodCollectives, needs_host
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class
 from dgc_horovod.torch.session.session import Scaler, session_of
 from dgc_horovod.torch.wrapping import checks
@@ -110,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return _compressing(optimizer, given, config, grad_scaler, groups=borders, **settings)
     except checks.NoChoice as refused:
         if hvd.rank() == 0:
-            tell_stock(str(refused), STOCK)
+            tell_stock(str(refused), HorovodCarrier.stock)
         uncompressed = stock(HorovodCompression.none)
         limit_averages(uncompressed, config.clip_norm)
         return uncompressed
@@ -124,14 +123,13 @@ def _compressing(
     with checks.alike(_comparing(process_set)), checks.without_a_choice(config.automatic):
         named = checks.checked_names(optimizer, given)
         check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
-        checks.check_optimizer(optimizer, settings["sparse_as_dense"])
-        checks.check_parameters(optimizer, named)
         checks.check_plain_models(optimizer, named)
-        if config.automatic:
-            check_automatic(named)
-        kind = kind_for(optimizer, config, op == hvd.Average)
-        if process_set.included() and hvd.rank() == 0:
-            begin_as_environment_says(config)
+        if config.automatic and envvars.horovod_elastic():
+            raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
+        if config.automatic and any(needs_host(p) for _, p in named):
+            raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
+        records = process_set.included() and hvd.rank() == 0
+        kind = kind_for(optimizer, named, config, op == hvd.Average, settings["sparse_as_dense"], records)
         wrapped = _adopt(optimizer, named, kind.overrides if process_set.included() else OutsideOverrides, **settings)
     if process_set.included():
         carrier = ElasticCarrier(wrapped) if envvars.horovod_elastic() else HorovodCarrier(wrapped)
@@ -155,14 +153,6 @@ def check_arguments(op: int, predivide: float, passes: int) -> None:
         )
     check_predivide(predivide, op == hvd.Average)
     check_whole("backward_passes_per_step", passes, 1)
-
-
-def check_automatic(named: checks.Named) -> None:
-    """Raise UnsupportedUse if ``Compression.auto`` cannot choose."""
-    if envvars.horovod_elastic():
-        raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
-    if any(needs_host(p) for _, p in named):
-        raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
 
 
 def _adopt(optimizer: Optimizer, named: checks.Named, overrides: type, **settings: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 from dgc_horovod.torch.ddp import Compression, carrier, register
-from dgc_horovod.torch.ddp.hook import exchange_hook
+from dgc_horovod.torch.ddp.models import exchange_hook
 
 MODE, MARK = "DDP_TESTS_MODE", "DDP_TESTS_MARK"  # environment variables, which reach the ranks
 STOCK, HOOKS, ALL = "stock", "hooks", "all"  # ours: nowhere, in the place of the hooks of a test, in every DDP

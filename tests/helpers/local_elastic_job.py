@@ -26,7 +26,7 @@ class Job(elastic_job.Job):
 
     def __init__(self, folder: Path, how: str) -> None:
         super().__init__(folder, how)
-        rounds = session(self.optimizer).rounds
+        rounds = session(self.optimizer).strategy.rounds
         self.receive, rounds.receive = rounds.receive, self.received
 
     def wrapped(self) -> Any:
@@ -53,8 +53,9 @@ class Job(elastic_job.Job):
     def seen(self) -> dict[str, Any]:
         every = hvd.allgather(weights(self.model)[None], name="spread")
         inner = self.optimizer.state[next(self.model.parameters())]
+        counts = session(self.optimizer).exchange.counts
         return {
-            "spread": float((every - every[:1]).abs().max()), "in the round": session(self.optimizer).rounds.count,
+            "spread": float((every - every[:1]).abs().max()), "in the round": counts.pending,
             "inner steps": hvd.allgather_object(int(inner["step"]) if "step" in inner else 0),
         }  # fmt: skip
 

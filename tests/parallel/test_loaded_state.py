@@ -40,7 +40,7 @@ def test_auto_begins_with_dense_steps_once_more():
     take(optimizer, COMPRESSED)
     train(model, optimizer, 4)
     optimizer.load_state_dict(state)
-    assert session(optimizer).choice.trial.mode == COMPRESSED
+    assert session(optimizer).strategy.choice.trial.mode == COMPRESSED
     train(model, optimizer, 4)
     same_on_ranks(fingerprint(model))
 

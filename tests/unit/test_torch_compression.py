@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -37,16 +39,17 @@ def test_presets():
 
 def test_process_sets_that_are_gone_mean_that_another_rank_has_ended():
     """Horovod says of those of nodes what would send one to look at one's own `hvd.init`."""
+    process_set = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    collectives = HorovodCollectives(process_set, "test")
 
-    def start(text):
-        raise ValueError(text)
+    def started(text):
+        with mock.patch.object(hvd, "alltoall_async", side_effect=ValueError(text)):
+            collectives.alltoall(torch.zeros(2), "shards")
 
     with pytest.raises(HorovodInternalError, match="another rank has ended"):
-        HorovodCollectives._start(
-            None, start, "Alltoall: Process set provided does not exist, or has not been registered."
-        )
+        started("Alltoall: Process set provided does not exist, or has not been registered.")
     with pytest.raises(ValueError, match="Horovod has not been initialized"):
-        HorovodCollectives._start(None, start, "Horovod has not been initialized; use hvd.init().")
+        started("Horovod has not been initialized; use hvd.init().")
 
 
 def test_the_guides_table_is_the_presets():

@@ -9,8 +9,15 @@ if not torch.distributed.is_available():
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.schedule import WarmupSchedule
-from dgc_horovod.torch.ddp.checkpoints import load_checkpoint, load_residuals, save_checkpoint, save_residuals
-from dgc_horovod.torch.ddp.optimizer import Compression, DistributedOptimizer, register
+from dgc_horovod.torch.ddp.optimizer import (
+    Compression,
+    DistributedOptimizer,
+    load_checkpoint,
+    load_residuals,
+    register,
+    save_checkpoint,
+    save_residuals,
+)
 
 __all__ = [
     "Compression",

@@ -18,7 +18,7 @@ from dgc_horovod.errors import RankMismatch, UnsupportedUse
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
-from dgc_horovod.torch.ddp.hook import OwnExchange, after_ddp, as_it_is, install
+from dgc_horovod.torch.ddp.models import after_ddp, as_it_is, install, own_exchange
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -28,7 +28,6 @@ from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.wrapping import steps
 from dgc_horovod.torch.wrapping.checks import Named
 
-STOCK = "DDP"
 ACCUMULATED = (
     "backward() was called again before step(): the second gradient was added to an update that had been exchanged. "
     "Put all backward passes of a step but the last inside `with model.no_sync():`. To drop an update, call "
@@ -54,55 +53,6 @@ BROADCAST = (
 _NAMED = 5  # parameters in a message
 
 
-class SameDensity:
-    """Checks that densities are equal on all ranks in a warm-up by epochs, which scripts may set differently.
-
-    Packets of different densities have different sizes. With Gloo the process that gets the longer one is ended without
-    an error in Python. The check ends when all ranks are at the final density.
-
-    Cost: 16 bytes to and from each worker, with a wait, in each step of the warm-up.
-    """
-
-    def __init__(self) -> None:
-        self._looked_at, self._all_are_through = -1, False
-        self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
-
-    def check(self, exchange: GradientExchange) -> None:
-        """Compare the densities of an optimizer's exchange, once a step.
-
-        Raises:
-            RankMismatch: on every rank, if the densities differ.
-        """
-        with self._lock:
-            if exchange.steps == self._looked_at:
-                return
-            density = exchange.density()
-            is_final = density == exchange.config.final_density
-            if not (self._all_are_through and is_final):
-                self._compare(exchange, density)
-            self._looked_at, self._all_are_through = exchange.steps, is_final
-
-    def _compare(self, exchange: GradientExchange, density: float) -> None:
-        """Compare `density` with the other ranks.
-
-        An alltoall is one trip; Gloo's allgather is a ring of all ranks. It cannot match the allgather of a rank that
-        does not check any more, since Gloo distinguishes kinds of collectives: both ranks then wait.
-        """
-        collectives, epoch = exchange.collectives, exchange.epoch
-        own = torch.tensor([density, -1 if epoch is None else epoch], dtype=torch.float64)
-        collectives.traffic.count(own.nbytes, (collectives.workers - 1) * own.nbytes)
-        told = collectives.wait(collectives.alltoall(own.repeat(collectives.workers), "density"))
-        firsts: dict[float, str] = {}  # one entry a density, for a short message
-        for rank, (theirs, epoch) in enumerate(told.view(-1, 2).tolist()):
-            firsts.setdefault(theirs, f"rank {rank} has {theirs:g} in epoch {epoch:.0f}")
-        if len(firsts) > 1:
-            raise RankMismatch(
-                f"step {exchange.steps}: the ranks are at different densities: {', '.join(firsts.values())}. "
-                "Call set_epoch with the same epoch on every rank, before its first step, and give every rank the same "
-                "number of batches"
-            )
-
-
 class GroupCarrier(Carrier):
     """The ranks of a process group of our own.
 
@@ -120,7 +70,9 @@ class GroupCarrier(Carrier):
         super().__init__(names, settings, f"process group {ranks}", number, passes_per_step)
         self.group = group
         self._patient: Group | None = None  # connections with a longer timeout
-        self._density = SameDensity()  # for a warm-up by epochs
+        # of the comparison of densities: the last step, and whether all ranks were at the final density then
+        self._compared_at, self._all_are_through = -1, False
+        self._lock = threading.Lock()  # backward of several devices calls hooks from several threads
 
     def collectives(self, tag: str) -> Collectives:
         return ProcessGroupCollectives(self.group, tag)
@@ -143,19 +95,47 @@ class GroupCarrier(Carrier):
                 found[name] = ProcessGroupCollectives(new_group(ranks, envvars.timeout_seconds()), tag)
         return found
 
-    def agreed_fields(self, session: Session) -> dict[str, str]:
-        return {
-            **super().agreed_fields(session),
-            "average": str(self.settings.averages),
-            "backward_passes_per_step": str(self.passes_per_step),
-            "devices": "\n".join(f"{name} {session.boundaries[p]}" for name, p in session.parameters.items()),
-        }
-
     def check_ranks(self, session: Session) -> None:
-        """See `SameDensity`."""
+        """Check once a step that densities are equal in a warm-up by epochs, which scripts may set differently.
+
+        Packets of different densities have different sizes. With Gloo the process that gets the longer one is ended
+        without an error in Python. The check ends when all ranks are at the final density.
+
+        Raises:
+            RankMismatch: on every rank, if the densities differ.
+
+        Cost: 16 bytes to and from each worker, with a wait, in each step of the warm-up.
+        """
         warmup, exchange = session.config.warmup, session.exchange
-        if warmup is not None and warmup.needs_epoch and exchange.collectives.workers > 1:
-            self._density.check(exchange)
+        if warmup is None or not warmup.needs_epoch or exchange.workers == 1:
+            return
+        with self._lock:
+            if exchange.steps != self._compared_at:
+                is_final = exchange.density() == exchange.config.final_density
+                if not (self._all_are_through and is_final):
+                    _compare_densities(exchange)
+                self._compared_at, self._all_are_through = exchange.steps, is_final
+
+
+def _compare_densities(exchange: GradientExchange) -> None:
+    """Compare densities between the ranks; see `GroupCarrier.check_ranks`.
+
+    An alltoall is one trip; Gloo's allgather is a ring of all ranks. It cannot match the allgather of a rank that
+    does not check any more, since Gloo distinguishes kinds of collectives: both ranks then wait.
+    """
+    collectives, epoch = exchange.collectives, exchange.epoch
+    own = torch.tensor([exchange.density(), -1 if epoch is None else epoch], dtype=torch.float64)
+    collectives.traffic.count(own.nbytes, (collectives.workers - 1) * own.nbytes)
+    told = collectives.wait(collectives.alltoall(own.repeat(collectives.workers), "density"))
+    firsts: dict[float, str] = {}  # one entry a density, for a short message
+    for rank, (theirs, epoch) in enumerate(told.view(-1, 2).tolist()):
+        firsts.setdefault(theirs, f"rank {rank} has {theirs:g} in epoch {epoch:.0f}")
+    if len(firsts) > 1:
+        raise RankMismatch(
+            f"step {exchange.steps}: the ranks are at different densities: {', '.join(firsts.values())}. "
+            "Call set_epoch with the same epoch on every rank, before its first step, and give every rank the same "
+            "number of batches"
+        )
 
 
 class DataParallelCarrier(GroupCarrier):
@@ -169,18 +149,19 @@ class DataParallelCarrier(GroupCarrier):
         group, named: see `GroupCarrier`.
     """
 
-    exchanges_in_backward, stock = True, STOCK
+    exchanges_in_backward, stock = True, "DDP"
 
     def __init__(self, model: DistributedDataParallel, group: Group, named: Named) -> None:
         super().__init__(group, named, ReduceSettings(averages=True))
         self._model = weakref.ref(model)
-        self._own = OwnExchange(model.process_group, halves=False)
+        self._group_of_model = model.process_group
         self._passes = 0  # of DDP's own exchange, backward passes outside of no_sync() in the present step
 
     def deliver(self, session: Session) -> None:
         model = self._model()
         assert model is not None
-        install(model, weakref.ref(session))
+        state = install(model)
+        state.session, state.own = weakref.ref(session), None
 
     def started(self, session: Session) -> None:
         model = self._model()
@@ -225,7 +206,7 @@ class DataParallelCarrier(GroupCarrier):
             session.offered = False
             begin = time.perf_counter()
             after_ddp(lambda: strategy.arrived(time.perf_counter() - begin))
-        return self._own.carry(bucket)
+        return own_exchange(self._group_of_model, False, bucket)
 
     def withhold(self, parameters: Collection[Parameter]) -> dict[Parameter, torch.Tensor]:
         """Take updates of frozen parameters out of ``p.grad``, and return them: as with DDP alone, they do not move."""
@@ -236,11 +217,11 @@ class DataParallelCarrier(GroupCarrier):
 
     def before_step(self, session: Session) -> None:
         """Raise UnsupportedUse if nothing was exchanged since the last step: DDP's hooks need complete buckets."""
-        session.check_not_superseded()
         if session.passes.synchronized:
             return
         model, parameters, results = self._model(), session.parameters, session.passes.results
-        missing = [repr(name) for name, p in parameters.items() if p not in results and _brings_nothing(p)]
+        left = {name: p for name, p in parameters.items() if p not in results}
+        missing = [repr(name) for name, p in left.items() if not p.requires_grad or p.grad is None or not p.grad.any()]
         # whether the last forward pass was outside of no_sync(); the model may be gone
         in_sync = getattr(model, "require_forward_param_sync", False)
         if model is None or not in_sync or model.find_unused_parameters or not 0 < len(missing) < len(parameters):
@@ -267,7 +248,3 @@ def end_backward(session: Session) -> None:
     session.watch.look_again()
     session.strategy.synchronize()
     session.offered = False
-
-
-def _brings_nothing(p: Parameter) -> bool:
-    return not p.requires_grad or p.grad is None or not p.grad.any()

@@ -1,16 +1,22 @@
-"""The models that ``register`` supports, their wrappers, and the names of their parameters."""
+"""The models that ``register`` supports, the names of their parameters, and DDP's communication hook.
 
-from __future__ import annotations
+The hook passes gradients to the exchange, and waits for all updates after the last bucket.
+"""
 
+import weakref
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.torch.ddp.hook import exchange_hook
+from dgc_horovod.torch.session.session import Session, after_backward
 from dgc_horovod.torch.wrapping.checks import Named, data_parallel_around
 
 COMPILED = "_orig_mod"  # name of the inner module of torch.compile
@@ -24,6 +30,14 @@ _OPTIONS = (
     (lambda model: any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()),
      "an optimizer in the backward pass; compression needs the step() of a registered optimizer"),
 )  # fmt: skip
+JOINING = (
+    "Join does not work with a compressed model: ranks without more data would add zero gradients without their "
+    "residuals. Give every rank the same number of batches (DistributedSampler with drop_last=True)"
+)
+SUPERSEDED = (
+    "the optimizer that this DistributedDataParallel model was registered with does not exist any more; call "
+    "register() with the present optimizer"
+)
 
 
 def data_parallel(model: Any) -> DistributedDataParallel:
@@ -120,3 +134,116 @@ def bare(model: Any) -> nn.Module:
     while isinstance(found := unwrapped(model), DistributedDataParallel):
         model = found.module
     return found
+
+
+# -- the communication hook
+
+
+def own_exchange(group: dist.ProcessGroup, halves: bool, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as DDP does without a hook.
+
+    Args:
+        group: process group of the model.
+        halves: whether gradients are summed in half precision. Torch's fp16 hook divides before the sum and loses small
+            values; this function divides after it.
+        bucket: bucket of DDP.
+    """
+    if not halves:
+        return default_hooks.allreduce_hook(group, bucket)
+    buffer = bucket.buffer()
+    future = dist.all_reduce(buffer.half(), group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]).div_(group.size()))
+
+
+class HookState:
+    """The state that DDP passes to the hook: a weak reference to its model, and who takes the gradients.
+
+    It is copied or saved with a DistributedDataParallel. The copy of the model has no hook, so the copy of this state
+    has no model.
+
+    Attributes:
+        session: function that returns the session of the gradients; None if it is gone.
+        own: exchange of a bucket where there is no session; None: that is an error.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.model = weakref.ref(model) if model is not None else lambda: None
+        self.session: Callable[[], Session | None] = lambda: None
+        self.own: Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HookState, ()
+
+
+def _state_of(model: DistributedDataParallel) -> HookState | None:
+    """Return the state of our hook of `model`; None if it has no such hook."""
+    states = (state for _, state in model._comm_hooks if isinstance(state, HookState))
+    return next((state for state in states if state.model() is model), None)
+
+
+def install(model: DistributedDataParallel) -> HookState:
+    """Return the state of our hook of `model`, which gets the hook if it has none."""
+    state = _state_of(model)
+    if state is None:
+        state = HookState(model)
+        model.register_comm_hook(state, exchange_hook)
+    return state
+
+
+def leave_to_ddp(model: DistributedDataParallel, halves: bool) -> None:
+    """Make DDP exchange the gradients of `model` itself from now on; an earlier session gets no more gradients.
+
+    Args:
+        model: model, compressed before or not.
+        halves: whether in half precision.
+    """
+    if not halves and _state_of(model) is None:
+        return  # DDP needs no hook
+    state = install(model)
+    before = state.session()
+    if before is not None:
+        before.superseded = True
+    state.session, state.own = lambda: None, partial(own_exchange, model.process_group, halves)
+
+
+def fall_back_to_ddp(model: DistributedDataParallel) -> None:
+    """Once the session of `model` is gone, let DDP exchange its gradients itself, until the next `register`.
+
+    Without this it is an error: a script that has registered an optimizer can register the next one.
+    """
+    state = _state_of(model)
+    if state is not None and state.own is None:  # else DDP exchanges already, perhaps in half precision
+        state.own = partial(own_exchange, model.process_group, False)
+
+
+# This module has no postponed annotations, as DDP reads those of the hook. The hook is not compiled with backward().
+@torch.compiler.disable
+def exchange_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Pass the gradients of a bucket to the session of its model.
+
+    Args:
+        state: `HookState` of the model.
+        bucket: bucket of DDP with several parameters, which may change after the first step.
+    """
+    session, model = state.session(), state.model()
+    if session is None and state.own is not None:
+        return state.own(bucket)
+    if model is not None and model._join_config.enable:
+        raise UnsupportedUse(JOINING)
+    if session is None:
+        raise UnsupportedUse(SUPERSEDED)
+    session.check_not_superseded()
+    carrier: Any = session.carrier  # that of a DDP model
+    return carrier.carry(session, bucket)
+
+
+def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return a completed future with the unchanged bucket."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def after_ddp(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of this backward pass, after DDP's callback, which fills ``p.grad``."""
+    after_backward(lambda: after_backward(callback))

@@ -1,4 +1,7 @@
-"""``register`` and ``DistributedOptimizer`` over torch.distributed, which add methods to the user's optimizer."""
+"""``register`` and ``DistributedOptimizer`` over torch.distributed, which add methods to the user's optimizer.
+
+And ``save_checkpoint``, ``load_checkpoint``, ``save_residuals`` and ``load_residuals`` for these optimizers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -15,18 +19,19 @@ from dgc_horovod import envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.files import AnyPath
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
+from dgc_horovod.state import checkpoint
+from dgc_horovod.torch import state
 from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.ddp import models
-from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
-from dgc_horovod.torch.ddp.hook import leave_to_ddp
+from dgc_horovod.torch.ddp.carrier import DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.overrides import begin, kind_for, made_class
-from dgc_horovod.torch.session.session import Kind, session_of
+from dgc_horovod.torch.session.session import Kind, Session, session_of
 from dgc_horovod.torch.wrapping import checks
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
@@ -79,7 +84,7 @@ COMPRESSES = (
 
 
 def register(
-    model: torch.nn.Module,
+    model: Module,
     optimizer: Optimizer,
     compression: Any = None,
     process_group: dist.ProcessGroup | None = None,
@@ -111,7 +116,7 @@ def register(
     config, bare = config_of(compression), models.unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
-        checks.check_same_choice(_comparing(group), compression)
+        checks.check_same_choice(ProcessGroupCollectives(group, "choice"), compression)
         found = models.data_parallel(model)
         if session_of(optimizer) is not None:
             raise UnsupportedUse(COMPRESSES)
@@ -122,7 +127,7 @@ def register(
         models.renew_step(given)
     except checks.NoChoice as refused:
         if group.rank == 0:
-            tell_stock(str(refused), STOCK)
+            tell_stock(str(refused), DataParallelCarrier.stock)
         limit_averages(optimizer, config.clip_norm)
         _uncompressed(optimizer, cast(DistributedDataParallel, bare), group)
     return given
@@ -130,13 +135,13 @@ def register(
 
 def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, halves: bool = False) -> None:
     """Leave the exchange of `optimizer` to DDP; add only the data for checkpoints."""
-    leave_to_ddp(model, halves)
+    models.leave_to_ddp(model, halves)
     optimizer._dgc = GroupCarrier(group, models.named_parameters(model), ReduceSettings(averages=True))
 
 
-def _compressed(model: torch.nn.Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
+def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
-    with checks.alike(_comparing(group)), checks.without_a_choice(may_stay):
+    with checks.alike(ProcessGroupCollectives(group, "choice")), checks.without_a_choice(may_stay):
         found = models.data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")
@@ -145,7 +150,8 @@ def _compressed(model: torch.nn.Module, optimizer: Optimizer, config: DGCConfig,
         known = {p for _, p in named}
         frozen = [p for each in optimizer.param_groups for p in each["params"] if p not in known]
         named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
-        kind = _checked(optimizer, named, config)
+        checks.checked_names(optimizer, named)
+        kind = kind_for(optimizer, named, config, averages=True, sparse_as_dense=False, records=dist.get_rank() == 0)
     scaler = SeenScaler()
     watch_scalers()
     carrier = DataParallelCarrier(found, group, named)
@@ -187,13 +193,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     group = _group_of(process_group)
     if config is None:
         raise ConfigError(f"{compression!r} leaves the exchange to DDP, but there is no DDP: use DDP and register()")
-    with checks.alike(_comparing(group)):
+    with checks.alike(ProcessGroupCollectives(group, "choice")):
         check_whole("backward_passes_per_step", backward_passes_per_step, 1)
         if config.automatic:
             raise UnsupportedUse("Compression.auto compares with DDP's own exchange: use DDP and register()")
         named = checks.checked_names(optimizer, named_parameters)
         checks.check_plain_models(optimizer, named)
-        kind = _checked(optimizer, named, config, sparse_as_dense, average)
+        kind = kind_for(optimizer, named, config, average, sparse_as_dense, records=dist.get_rank() == 0)
     settings = ReduceSettings(average, sparse_as_dense=sparse_as_dense)
     carrier = GroupCarrier(group, named, settings, backward_passes_per_step)
     _take_over(optimizer, carrier, kind, grad_scaler)
@@ -209,23 +215,6 @@ def _group_of(theirs: Any) -> Group:
             f"rank {dist.get_rank()} is not in the given process_group; do not call this function on this rank"
         )
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
-
-
-def _comparing(group: Group) -> ProcessGroupCollectives:
-    return ProcessGroupCollectives(group, "choice")
-
-
-def _checked(
-    optimizer: Optimizer, named: checks.Named, config: DGCConfig, sparse: bool = False, averages: bool = True
-) -> Kind:
-    """Return the parts of the session, or raise an error if the optimizer cannot be compressed, or recorded, here."""
-    checks.checked_names(optimizer, named)
-    checks.check_optimizer(optimizer, sparse)
-    checks.check_parameters(optimizer, named)
-    kind = kind_for(optimizer, config, averages)
-    if dist.get_rank() == 0:
-        begin_as_environment_says(config)
-    return kind
 
 
 def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -> None:
@@ -259,3 +248,93 @@ def _undone_on_error(optimizer: Any) -> Iterator[None]:
         vars(optimizer).clear()
         vars(optimizer).update(before)
         raise
+
+
+# -- checkpoints, with the same files as with Horovod
+
+
+def save_checkpoint(directory: AnyPath, model: Module, optimizer: Optimizer, **extra: object) -> None:
+    """Save model, optimizer and every rank's residuals; call it on every rank of the optimizer, between two steps.
+
+    ``dgc_horovod.torch.load_checkpoint`` reads the same files: names are those of the model without DDP.
+
+    Args:
+        directory: path, created if missing; one for each optimizer. A checkpoint in it is replaced when the new one is
+            complete; other files are not changed.
+        model: module whose state is saved, with or without DDP around it.
+        optimizer: optimizer of `register` or `DistributedOptimizer`, with any compression.
+        extra: more values to save: numbers, texts, tensors, dicts and lists of them; those of rank 0 are saved.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot write, or is between backward() and step().
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    state.save(directory, models.bare(model), models.bare_optimizer(optimizer), extra, carrier_of(optimizer))
+
+
+def load_checkpoint(
+    directory: AnyPath, model: Module, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED
+) -> dict[str, Any]:
+    """Load a checkpoint of ``save_checkpoint``, also of Horovod's adapter; call it on every rank of the optimizer.
+
+    With the same number of ranks training continues bit for bit. With another number the combined residual of all ranks
+    stays the same (to fp32 rounding); all ranks must then see the directory.
+
+    Args:
+        directory: path of the checkpoint.
+        model, optimizer: model and optimizer, built as they were when it was saved.
+        residuals: handling of the residuals: "required"; "if sound": missing or damaged ones are lost and start from
+            zero; "ignored": all start from zero.
+
+    Returns:
+        The `extra` of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every rank, if a file is missing or damaged on any, or of another model or method.
+    """
+    return state.load(directory, models.bare(model), models.bare_optimizer(optimizer), residuals, carrier_of(optimizer))
+
+
+def save_residuals(directory: AnyPath, optimizer: Optimizer) -> None:
+    """Save only every rank's residuals, in addition to a checkpoint of the script or of another library.
+
+    Call it on every rank of the optimizer, between two steps. Save model and ``optimizer.state_dict()`` separately.
+
+    Args:
+        directory: path, created if missing; see `save_checkpoint`.
+        optimizer: see `save_checkpoint`.
+
+    Raises:
+        CheckpointError: see `save_checkpoint`.
+
+    Cost: u and v of every rank are written, twice the model's size each with momentum.
+    """
+    state.save(directory, None, models.bare_optimizer(optimizer), {}, carrier_of(optimizer))
+
+
+def load_residuals(directory: AnyPath, optimizer: Optimizer, residuals: str = checkpoint.REQUIRED) -> None:
+    """Load residuals of `save_residuals`, after the state of model and optimizer; call it on every rank.
+
+    Args:
+        directory: path, also of a checkpoint of `save_checkpoint`.
+        optimizer: see `load_checkpoint`.
+        residuals: see `load_checkpoint`.
+
+    Raises:
+        CheckpointError: see `load_checkpoint`.
+    """
+    state.load(directory, None, models.bare_optimizer(optimizer), residuals, carrier_of(optimizer))
+
+
+def carrier_of(optimizer: Optimizer) -> GroupCarrier:
+    """Return the carrier of a registered optimizer, which may leave the exchange to DDP.
+
+    Raises:
+        UnsupportedUse: the optimizer was not registered.
+    """
+    found = getattr(models.bare_optimizer(optimizer), "_dgc", None)
+    found = found.carrier if isinstance(found, Session) else found
+    if not isinstance(found, GroupCarrier):
+        raise UnsupportedUse("pass the optimizer that was passed to register() or DistributedOptimizer()")
+    return found

@@ -198,9 +198,8 @@ class ProcessGroupCollectives(Collectives):
         caused pair closure" for all others under way, which may be waited for first.
         """
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "timed out" in text.lower():
-            return self._timed_out(timed_out(self.rank, self.workers, name, self._timeout))
-        if "application timeout" in text.lower():
-            one = f"{name} or another collective under way"
-            return self._timed_out(timed_out(self.rank, self.workers, one, self._timeout))
-        return LostRank(lost(self.rank, self.workers, name, text))
+        if "timed out" not in text.lower():
+            if "application timeout" not in text.lower():
+                return LostRank(lost(self.rank, self.workers, name, text))
+            name = f"{name} or another collective under way"
+        return self._timed_out(timed_out(self.rank, self.workers, name, self._timeout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dgc_horovod.errors import ConfigError, DGCError, RankMismatch, UnsupportedUse
 from dgc_horovod.stats import PROCESS
-from dgc_horovod.torch.ddp.hook import fall_back_to_ddp
+from dgc_horovod.torch.ddp.models import fall_back_to_ddp
 from dgc_horovod.torch.ddp.optimizer import register
 from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
 
@@ -104,14 +104,14 @@ class Unedited:
     def __init__(self, compression: Any, listener: Listener) -> None:
         self.active = True  # result of the last agreement of the ranks
         self._compression, self._listener = compression, listener
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models: weakref.WeakValueDictionary[int, DistributedDataParallel] = weakref.WeakValueDictionary()
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         stock: Any = DistributedDataParallel.__init__
 
         @functools.wraps(stock)
         def noting(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             stock(model, *args, **kwargs)
-            self._models.append(weakref.ref(model))
+            self._models[id(model)] = model
             listener.found()
 
         DistributedDataParallel.__init__ = noting  # type: ignore[assignment,method-assign]
@@ -134,15 +134,12 @@ class Unedited:
         if hasattr(optimizer, "_dgc"):  # the script has registered it itself
             return
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        model = next((model for model in self._alive() if not trained.isdisjoint(model.parameters())), None)
-        if model is not None and not _inside(optimizer):
+        newest_first = reversed([*self._models.values()])  # a script may wrap a model again
+        model = next((model for model in newest_first if not trained.isdisjoint(model.parameters())), None)
+        held = vars(optimizer).values()  # Lookahead holds an optimizer, which may be registered itself
+        inside = [x for x in held if isinstance(x, torch.optim.Optimizer) and hasattr(x, "_dgc")]
+        if model is not None and not inside:
             self._register(model, optimizer)
-
-    def _alive(self) -> Iterator[DistributedDataParallel]:
-        """Yield the models that still exist, the newest first: a script may wrap a model again."""
-        found = [model for reference in reversed(self._models) if (model := reference()) is not None]
-        self._models = [weakref.ref(model) for model in reversed(found)]
-        yield from found
 
     def _register(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         try:
@@ -159,9 +156,3 @@ def _is_trial(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     grads = (p.grad for group in groups for p in group["params"] if p.grad is not None)
     return not any(group.get("lr", 1) for group in groups) and not any(bool(grad.any()) for grad in grads)
-
-
-def _inside(outer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return optimizers inside `outer` (Lookahead has one) that are registered themselves."""
-    held = vars(outer).values()
-    return [inner for inner in held if isinstance(inner, torch.optim.Optimizer) and hasattr(inner, "_dgc")]

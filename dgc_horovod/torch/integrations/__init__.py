@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from dgc_horovod.config_check import shared_from
-from dgc_horovod.torch.ddp.checkpoints import carrier_of, load_residuals, save_residuals
 from dgc_horovod.torch.ddp.models import bare_optimizer
-from dgc_horovod.torch.ddp.optimizer import register
+from dgc_horovod.torch.ddp.optimizer import carrier_of, load_residuals, register, save_residuals
 from dgc_horovod.torch.session.session import session_of
 
 RESIDUALS = "dgc_residuals"  # name of the folder in a checkpoint

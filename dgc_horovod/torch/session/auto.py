@@ -96,7 +96,6 @@ class AutoTuned(EveryStep):
         session.update.begin(session.optimizer)
         with session.as_step():
             if session.carrier.exchanges_in_backward:
-                session.check_not_superseded()
                 self.choice.script_accumulates |= session.carrier.stock_accumulates()
             elif not passes.skips:
                 if passes.synchronized:

@@ -90,7 +90,7 @@ class Carrier:
 
     def agreed_fields(self, session: Session) -> dict[str, str]:
         """Return the fields that must be equal on all ranks: one text each, lists with one entry a line."""
-        parameters, scaler = session.parameters, session.scaler
+        parameters, scaler, settings = session.parameters, session.scaler, self.settings
         return {
             "optimizer": type(session.optimizer).__name__,
             "grad_scaler": str(scaler is not None and scaler.is_enabled()),
@@ -99,6 +99,11 @@ class Carrier:
             "names": "\n".join(parameters),
             "shapes": "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items()),
             "dtypes": "\n".join(f"{name} {p.dtype}" for name, p in parameters.items()),
+            "op": "average" if settings.averages else "sum",
+            "backward_passes_per_step": str(session.passes.per_step),
+            "gradient_predivide_factor": str(float(settings.gradient_predivide_factor)),
+            "sparse_as_dense": str(settings.sparse_as_dense),
+            "bucket boundaries": "\n".join(f"{name} {session.boundaries[p]}" for name, p in parameters.items()),
             "unfinished local rounds of earlier optimizers (call exchange())": str(len(session.still_apart())),
         }
 

@@ -7,7 +7,6 @@ and checks are those of `EveryStep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +26,9 @@ from dgc_horovod.torch.session.strategies import Strategy
 _OUTER = "outer_momentum"  # key in a state_dict
 
 
-@dataclass(frozen=True)
-class Round:
-    """A copy of the present round on one rank, without the weights.
-
-    Args:
-        count: number of inner steps since the last exchange, >= 0.
-        anchor: weights of the last exchange, by parameter; empty if none has been made.
-    """
-
-    count: int
-    anchor: dict[Parameter, torch.Tensor]
+# A copy of the present round on one rank, without the weights: the number of inner steps since the last exchange, and
+# the weights of the last exchange, by parameter, which are empty if none has been made
+Round = tuple[int, dict[Parameter, torch.Tensor]]
 
 
 class LocalRounds:
@@ -61,21 +52,11 @@ class LocalRounds:
     def __init__(self, exchange: GradientExchange, config: DGCConfig) -> None:
         assert config.local_steps is not None
         self.exchange, self._config, self._steps = exchange, config, config.local_steps
-        self.count = 0
         self.momentum: dict[Parameter, torch.Tensor] = {}
         self._anchor: dict[Parameter, torch.Tensor] = {}
         self._versions: dict[Parameter, int] = {}  # torch's counts of writes, after the last inner step
         self._held: dict[Parameter, torch.Tensor | None] = {}  # gradients, while p.grad has changes of weights
         self._results: dict[Parameter, Callable[[], torch.Tensor]] = {}
-
-    @property
-    def count(self) -> int:
-        """Number of inner steps since the last exchange; it is also in the summary of a job."""
-        return self.exchange.counts.pending
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self.exchange.counts.pending = count
 
     def held(self, x: torch.Tensor) -> torch.Tensor:
         """Copy `x`, of a parameter's shape, to the memory of the rounds: host memory with ``offload``."""
@@ -96,10 +77,10 @@ class LocalRounds:
 
     def end_step(self) -> bool:
         """End an inner step, made or skipped; return whether the round is complete."""
-        self.count += 1
-        self.exchange.counts.steps_alone += 1
+        counts = self.exchange.counts
+        counts.pending, counts.steps_alone = counts.pending + 1, counts.steps_alone + 1
         self._versions = {p: p._version for p in self._anchor}
-        return self.count >= self._steps
+        return counts.pending >= self._steps
 
     @torch.no_grad()
     def restart_of(self, sent: Collection[torch.Tensor]) -> None:
@@ -115,8 +96,8 @@ class LocalRounds:
 
     def go_on_in(self, exchange: GradientExchange) -> None:
         """Replace the exchange; the present round continues."""
-        count, self.count = self.count, 0
-        self.exchange, self.count = exchange, count
+        counts, self.exchange = self.exchange.counts, exchange
+        counts.pending, exchange.counts.pending = 0, counts.pending
 
     @torch.no_grad()
     def send(self) -> bool:
@@ -179,7 +160,7 @@ class LocalRounds:
 
         Memory: 4 bytes a parameter, none right after an exchange.
         """
-        return Round(self.count, {p: anchor.clone() for p, anchor in self._anchor.items()})
+        return self.exchange.counts.pending, {p: anchor.clone() for p, anchor in self._anchor.items()}
 
     def go_back(self, to: Round | None = None) -> None:
         """Return to the round `to`, or to the begin of a round, with the present weights.
@@ -188,7 +169,9 @@ class LocalRounds:
         """
         self._end()
         if to is not None:
-            self.count, self._anchor = to.count, {p: anchor.clone() for p, anchor in to.anchor.items()}
+            count, anchors = to
+            self.exchange.counts.pending = count
+            self._anchor = {p: anchor.clone() for p, anchor in anchors.items()}
 
     def _end(self) -> None:
         for p, grad in self._held.items():
@@ -197,7 +180,7 @@ class LocalRounds:
         self._results.clear()
         self._anchor.clear()
         self._versions.clear()
-        self.count = 0
+        self.exchange.counts.pending = 0
 
 
 class LocalSteps(Strategy):
@@ -208,8 +191,7 @@ class LocalSteps(Strategy):
     differ between ranks.
     """
 
-    takes_gradients = False
-    scales_itself = True  # GradScaler then always calls step(), and passes scale and verdict as attributes
+    takes_gradients = False  # GradScaler then always calls step(), and passes scale and verdict as attributes
     rounds: LocalRounds
 
     def built(self) -> None:
@@ -225,7 +207,6 @@ class LocalSteps(Strategy):
     def step(self) -> bool:
         """Step the user's optimizer on this rank alone; exchange after the H-th step."""
         session = self.session
-        session.check_not_superseded()
         if not self.rounds.begin_step():
             session.tell_once("weights set", WEIGHTS_SET)
         is_made = self._may_step(session.optimizer)
@@ -276,7 +257,7 @@ class LocalSteps(Strategy):
     @property
     def apart(self) -> bool:
         """See `Strategy`."""
-        return self.rounds.count > 0
+        return self.session.exchange.counts.pending > 0
 
     def conclude(self) -> None:
         """See `Strategy`."""
@@ -327,7 +308,7 @@ class LocalSteps(Strategy):
         """
         session, own = self.session, {}
         states = session.optimizer.state
-        if self.rounds.count or session.exchange.steps:
+        if self.apart or session.exchange.steps:
             own = {p: copied(states[p]) for p in session.exchange.names if p in states}
         self.rounds.go_back()
         session.loaded = True  # so that the outer momentum is shared

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NoReturn, SupportsFloat, SupportsIndex
+from typing import Any, NoReturn, SupportsInt
 
 import torch
 from torch.utils.data.distributed import DistributedSampler
@@ -14,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.planning.trial import fitted
+from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
 from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.session.auto import AutoTuned
@@ -22,6 +22,7 @@ from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session, all_alive
 from dgc_horovod.torch.session.strategies import EveryStep
 from dgc_horovod.torch.updates import update_of
+from dgc_horovod.torch.wrapping import checks
 
 
 class Overrides:
@@ -179,17 +180,15 @@ class OutsideOverrides:
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
-def _whole(epoch: SupportsIndex | SupportsFloat) -> int:
+def _whole(epoch: SupportsInt) -> int:
     """Convert `epoch` to an int; whole floats and NumPy integers are allowed.
 
     Raises:
         ConfigError: `epoch` is not a whole number.
     """
-    with suppress(TypeError):
-        return operator.index(epoch)  # type: ignore[arg-type]
-    with suppress(TypeError, ValueError):
-        if not isinstance(epoch, (str, bytes)) and float(epoch).is_integer():
-            return int(float(epoch))
+    with suppress(TypeError, ValueError, OverflowError):
+        if int(epoch) == epoch:  # not true of texts
+            return int(epoch)
     raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
 
 
@@ -230,15 +229,33 @@ def made_class(user_class: type, overrides: type, below: Mapping[str, Any], modu
     return type(user_class.__name__, (user_class,), {**below, **ours, "__module__": module})
 
 
-def kind_for(optimizer: torch.optim.Optimizer, config: DGCConfig, averages: bool) -> Kind:
-    """Choose the parts of a session by `config`.
+def kind_for(
+    optimizer: torch.optim.Optimizer,
+    named: checks.Named,
+    config: DGCConfig,
+    averages: bool,
+    sparse_as_dense: bool,
+    records: bool,
+) -> Kind:
+    """Choose the parts of a session by `config`, after all checks of the optimizer.
+
+    Args:
+        optimizer, named: optimizer that is not wrapped yet, and its parameters with names.
+        config: compression settings.
+        averages, sparse_as_dense: see `ReduceSettings`.
+        records: whether this rank begins the records that the environment asks for.
 
     Raises:
-        UnsupportedUse: gradients are summed, but local steps average weights; or momentum correction does not support
-            an option of the optimizer.
+        ConfigError: the environment asks for records that cannot be written.
+        UnsupportedUse: the optimizer, or one of its parameters, cannot be exchanged; gradients are summed, but local
+            steps average weights; or momentum correction does not support an option of the optimizer.
     """
+    checks.check_optimizer(optimizer, sparse_as_dense)
+    checks.check_parameters(optimizer, named)
     config.check_reduction(averages)
     update = update_of(optimizer, config)
+    if records:
+        begin_as_environment_says(config)
     if config.exchanges_weights:
         return Kind(config, LocalSteps, update, LocalOverrides)
     if config.automatic:

@@ -179,11 +179,6 @@ class Passes:
         self.results.clear()
         self.sum_up(self.per_step)
 
-    def begin_anew(self) -> None:
-        """Discard all passes, when another state is loaded."""
-        self.synchronized = self.skips = False
-        self.close()
-
     def set_aside(self) -> Callable[[], None]:
         """Remove the passes of a step that is not complete; return a function that restores them."""
         results, left = dict(self.results), dict(self._left)

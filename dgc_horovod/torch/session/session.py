@@ -224,17 +224,15 @@ class Session(base.Session[torch.optim.Optimizer]):
         """Call the user's own step, without torch's hooks."""
         optimizer = self.optimizer
         self.update.begin(optimizer)
-        own_step: Any = self.own("step")
-        own_step = own_step.__func__
+        own_step = self.own("step").__func__
         if getattr(own_step, "__code__", None) is _HOOKED:  # the wrapper would run the hooks a second time
             own_step = own_step.__wrapped__
         with self.as_step():
             self.returned = own_step(optimizer)
 
-    def own(self, name: str) -> Callable[..., Any]:
+    def own(self, name: str) -> Any:
         """Return a method of the user's optimizer from its own class."""
-        found: Callable[..., Any] = getattr(super(type(self.optimizer), self.optimizer), name)
-        return found
+        return getattr(super(type(self.optimizer), self.optimizer), name)
 
     def with_hooks(self, act: Callable[[], None]) -> None:
         """Call `act` inside torch's step wrapper, which runs the step hooks once."""
@@ -259,6 +257,7 @@ class Session(base.Session[torch.optim.Optimizer]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_not_superseded()
         is_made = self.strategy.step()
         self.loaded = False
         return loss if closure is not None or not is_made else self.returned
@@ -273,7 +272,7 @@ class Session(base.Session[torch.optim.Optimizer]):
 
         A fused step would unscale only the dense path.
         """
-        if self.strategy.scales_itself:
+        if not self.strategy.takes_gradients:
             return True
         if self.scaler is None:
             raise UnsupportedUse(SCALER_NOT_PASSED)
@@ -307,7 +306,8 @@ class Session(base.Session[torch.optim.Optimizer]):
         own, added = self.strategy.split(state_dict)
         if self.loaded and self.carrier.exchanges_in_backward and self._keeps_any():
             self.tell_once("loaded twice", LOADED_TWICE)
-        self.passes.begin_anew()
+        self.passes.synchronized = False
+        self.passes.close()
         self.own("load_state_dict")(own, *args, **kwargs)
         self.forget()
         self.loaded = self.groups.changed = True

@@ -28,8 +28,8 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
         session: session of the strategy.
     """
 
-    takes_gradients = True  # whether gradients are exchanged
-    scales_itself = False  # whether ``step`` unscales, and is called for steps that a GradScaler skips too
+    # whether gradients are exchanged; if not, ``step`` unscales, and is called for steps that a GradScaler skips too
+    takes_gradients = True
     stock = False  # whether the framework's own exchange carries the gradients of the present step
 
     def built(self) -> None:

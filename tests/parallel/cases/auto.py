@@ -138,7 +138,7 @@ def conservation() -> dict[str, float]:
 def choosing() -> dict[str, Any]:
     """A choice by the clock: the same on every rank, and the one that the times say."""
     model, optimizer = made(mode=None, density=0.01)
-    trial, modes, prints = session(optimizer).choice.trial, [], []
+    trial, modes, prints = session(optimizer).strategy.choice.trial, [], []
     most = 3 * (SETTLING + MOST_TIMED) + 1
     data = iter(batches(most, hvd.rank()))
     for _ in range(most):
@@ -171,7 +171,7 @@ def resuming() -> dict[str, Any]:
                     if stops and step == 2 * STEPS // 3:
                         path = Path(folder) / f"{name}.{mode}"
                         if mode == EARLIER_FP16:  # what earlier versions wrote where fp16 was chosen
-                            session(optimizer).choice.trial.mode = mode
+                            session(optimizer).strategy.choice.trial.mode = mode
                         save_checkpoint(path, model, optimizer)
                         model, optimizer = made(make, mode=None)
                         load_checkpoint(path, model, optimizer)
@@ -179,7 +179,7 @@ def resuming() -> dict[str, Any]:
                     nn.functional.mse_loss(model(x), y).backward()
                     optimizer.step()
                 ends.append(fingerprint(model))
-            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).choice.trial.mode, ends[1]]
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).strategy.choice.trial.mode, ends[1]]
     return found
 
 
@@ -195,7 +195,7 @@ def uneven() -> dict[str, Any]:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
         hvd.join()
-        trial = session(optimizer).choice.trial
+        trial = session(optimizer).strategy.choice.trial
         hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         found[str(mode)] = [trial.ended, trial.mode]
@@ -211,7 +211,7 @@ def given_up() -> dict[str, Any]:
     take(optimizer, COMPRESSED, on_trial=True)
     train(model, optimizer, 3 + 2 * hvd.rank())
     hvd.join()
-    trial = session(optimizer).choice.trial
+    trial = session(optimizer).strategy.choice.trial
     found: dict[str, Any] = {"join": [trial.mode, trial.ended]}
     hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
@@ -239,7 +239,7 @@ def beside() -> dict[str, Any]:
         optimizer.zero_grad()
         model(torch.tensor([step % 50, hvd.rank()])).square().sum().backward()
         optimizer.step()
-    trial = session(optimizer).choice.trial
+    trial = session(optimizer).strategy.choice.trial
     damped = smooth_model()
     made_of = torch.optim.SGD(damped.parameters(), lr=0.05, momentum=0.9, dampening=0.1)
     stock_one = DistributedOptimizer(made_of, damped.named_parameters(), compression=Compression.auto())
@@ -270,7 +270,7 @@ def loading() -> dict[str, Any]:
         for residuals in ("ignored", "if sound"):
             model, optimizer = made(mode=None)
             load_checkpoint(folder / mode, model, optimizer, residuals=residuals)
-            trial = session(optimizer).choice.trial
+            trial = session(optimizer).strategy.choice.trial
             found[f"{mode}, {residuals}"] = [trial.mode, trial.ended]
             train(model, optimizer, 2)
             found[f"{mode}, {residuals}, weights"] = fingerprint(model)
@@ -278,10 +278,10 @@ def loading() -> dict[str, Any]:
     take(optimizer, COMPRESSED, on_trial=True)
     train(model, optimizer, 3)
     save_checkpoint(folder / "trial", model, optimizer)
-    found["saving"] = [session(optimizer).choice.trial.mode, session(optimizer).choice.trial.ended]
+    found["saving"] = [session(optimizer).strategy.choice.trial.mode, session(optimizer).strategy.choice.trial.ended]
     model, optimizer = made(mode=None)
     load_checkpoint(folder / "trial", model, optimizer)
-    found["trial"] = [session(optimizer).choice.trial.mode, session(optimizer).choice.trial.ended]
+    found["trial"] = [session(optimizer).strategy.choice.trial.mode, session(optimizer).strategy.choice.trial.ended]
     return found
 
 

@@ -120,7 +120,7 @@ def choosing() -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dgc_horovod").addHandler(handler)
     model, optimizer = _made(mode=None, density=0.01)
-    trial, modes = session(optimizer).choice.trial, []
+    trial, modes = session(optimizer).strategy.choice.trial, []
     for x, y in batches(3 * (SETTLING + MOST_TIMED) + 1, dist.get_rank()):
         modes.append(trial.mode)
         _step(model, optimizer, x, y)
@@ -146,13 +146,13 @@ def resuming() -> dict[str, Any]:
                     if stops and step == 2 * STEPS // 3:
                         path = os.path.join(os.environ["DGC_TEST_FOLDER"], f"{name}.{mode}")
                         if mode == EARLIER_FP16:  # what earlier versions wrote where fp16 was chosen
-                            session(optimizer).choice.trial.mode = mode
+                            session(optimizer).strategy.choice.trial.mode = mode
                         save_checkpoint(path, model, optimizer)
                         model, optimizer = _made(make, mode=None)
                         load_checkpoint(path, model, optimizer)
                     _step(model, optimizer, x, y)
                 ends.append(fingerprint(model))
-            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).choice.trial.mode, ends[1]]
+            found[f"{name}, {mode}"] = [ends[0] == ends[1], session(optimizer).strategy.choice.trial.mode, ends[1]]
     return found
 
 
@@ -164,7 +164,7 @@ def habits() -> dict[str, Any]:
         for half in (slice(8), slice(8, None)):
             F.mse_loss(model(x[half]), y[half]).backward()
         optimizer.step()
-    trial = session(optimizer).choice.trial
+    trial = session(optimizer).strategy.choice.trial
     twice = [trial.ended, COMPRESSED in trial.seconds, fingerprint(model)]
     model, optimizer = _made(mode=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # the first steps overflow
@@ -173,7 +173,7 @@ def habits() -> dict[str, Any]:
         scaler.scale(F.mse_loss(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-    scaled = [session(optimizer).choice.script_accumulates, scaler.get_scale() < 2.0**127]
+    scaled = [session(optimizer).strategy.choice.script_accumulates, scaler.get_scale() < 2.0**127]
     counts = []
     for mode in (DENSE, COMPRESSED):
         model, optimizer = _made(mode=mode)

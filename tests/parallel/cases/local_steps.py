@@ -85,7 +85,7 @@ def conservation() -> dict[str, float]:
     optimizer = wrapped(model, local_decay=1.0, outer_momentum=0.0, values="fp32", dense_values="fp32")
     begun, inner = weights(model), torch.zeros(())
     last = begun.clone()
-    rounds = session(optimizer).rounds
+    rounds = session(optimizer).strategy.rounds
     assert rounds is not None
     send, receive = rounds.send, rounds.receive
 

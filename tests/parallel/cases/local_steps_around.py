@@ -82,7 +82,7 @@ def differing() -> dict[str, Any]:
         model = smooth_model()
         optimizer = wrapped(model, on_mismatch=action, check_every=1, outer_momentum=0.5)
         train(model, optimizer, H)
-        outer = session(optimizer).rounds.outer(model[2].weight)
+        outer = session(optimizer).strategy.rounds.outer(model[2].weight)
         with torch.no_grad():
             model[2].weight[0, 0] += 0.01 * hvd.rank()
             outer[0, 0] += 0.01 * hvd.rank()

@@ -76,10 +76,10 @@ def broken_off() -> dict[str, Any]:
     with mock.patch.object(session(optimizer).exchange, "finish", side_effect=failure):
         failed = error_of(lambda: train(model, optimizer, 2 * H))
     state.restore()
-    rounds = session(optimizer).rounds
-    same, count = fingerprint(model) == before, rounds.count
+    counts = session(optimizer).exchange.counts
+    same, count = fingerprint(model) == before, counts.pending
     train(model, optimizer, H - 2)
-    return {"failed": failed, "same": same, "count": count, "spread": _spread(model), "left": rounds.count}
+    return {"failed": failed, "same": same, "count": count, "spread": _spread(model), "left": counts.pending}
 
 
 def meeting() -> dict[str, Any]:
@@ -98,7 +98,7 @@ def meeting() -> dict[str, Any]:
             found[name] = {
                 "apart": apart, "spread": _spread(model), "rank 0's": torch.equal(weights(model), first),
                 "kept": _own(optimizer) == kept, "differ": len(set(hvd.allgather_object(repr(kept)))),
-                "count": session(optimizer).rounds.count,
+                "count": session(optimizer).exchange.counts.pending,
                 "handed on": sorted({part for arrays in copied(optimizer).tensors.values() for part in arrays}),
             }  # fmt: skip
             train(model, optimizer, 2 * H)
@@ -121,15 +121,16 @@ def newcomer() -> dict[str, Any]:
     found = {}
     for name in ("AdamW", "SGD"):
         model, optimizer, state = _made(name)
+        rounds = session(optimizer).strategy.rounds
         if hvd.rank() == 0:
             train(model, optimizer, H - 2)  # which needs nobody
-            session(optimizer).rounds.momentum.update({p: torch.ones_like(p) for p in model.parameters()})
+            rounds.momentum.update({p: torch.ones_like(p) for p in model.parameters()})
         own = _own(optimizer)
         state.sync()
-        alike = [repr(_own(optimizer)), repr([float(x.sum()) for x in session(optimizer).rounds.momentum.values()])]
+        alike = [repr(_own(optimizer)), repr([float(x.sum()) for x in rounds.momentum.values()])]
         found[name] = {
             "alike": len(set(hvd.allgather_object(tuple(alike)))), "as before": _own(optimizer) == own,
-            "momentum": all(bool((x == 1).all()) for x in session(optimizer).rounds.momentum.values()),
+            "momentum": all(bool((x == 1).all()) for x in rounds.momentum.values()),
         }  # fmt: skip
         train(model, optimizer, H)
         found[name]["then"] = _spread(model)

@@ -28,7 +28,7 @@ def averaging() -> dict[str, Any]:
     found = {"last": last, "apart": distance(_alone(), weights(model)), "exchanges": session(optimizer).exchange.steps}
     inner = int(optimizer.state[next(model.parameters())]["step"])
     train(model, optimizer, H)
-    found |= {"own": inner == own, "in the round": session(optimizer).rounds.count}
+    found |= {"own": inner == own, "in the round": session(optimizer).exchange.counts.pending}
     return {**found, "replica": fingerprint(model)}
 
 
