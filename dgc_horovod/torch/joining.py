@@ -21,7 +21,7 @@ from horovod.torch import mpi_ops
 from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
 from dgc_horovod.notices import JOINED
-from dgc_horovod.torch.gradients.scaling import SeenScaler
+from dgc_horovod.torch.gradients.scaling import known
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier, HorovodCollectives
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.local import LocalSteps
@@ -308,8 +308,7 @@ def _take_over_options(session: Session, root: int) -> None:
 
 def _scaler(session: Session) -> torch.amp.GradScaler | None:
     """Return the script's GradScaler, if it is known."""
-    scaler = session.scaler
-    return scaler._scaler if isinstance(scaler, SeenScaler) else scaler
+    return known(session.scaler)
 
 
 def _state_of(scaler: torch.amp.GradScaler | None) -> dict[str, Any]:

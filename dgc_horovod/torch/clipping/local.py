@@ -75,6 +75,7 @@ class LocalClipping(StatePart):
         self._noted: dict[tuple[object, ...], Clip] = {}
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # calls in steps of the framework's own exchange
         self._cuts: dict[Parameter, tuple[float, float]] = {}  # factor and bound of gradients in the present step
+        self.shares = False  # whether all ranks share norms in the present step, at one place among the collectives
         self._shared: Pending | None = None  # norms on their way to all ranks
         self._number = {p: i for i, p in enumerate(self._all)}  # the same on every rank
 
@@ -248,11 +249,11 @@ class LocalClipping(StatePart):
         return gradient
 
     def share(self, collectives: Collectives) -> None:
-        """Start sending the norms of this rank's script to all ranks, if not started yet.
+        """Start sending the norms of this rank's script to all ranks, if they are shared and it is not started yet.
 
-        Messages are of one size, so that ranks with different norms do not block.
+        Messages are of one size, so that ranks with different norms, or none, do not block.
         """
-        if self._shared is not None:
+        if not self.shares or self._shared is not None:
             return
         message = torch.zeros(2, MOST, dtype=torch.int64)
         for i, (what, key) in enumerate(self._told.items()):

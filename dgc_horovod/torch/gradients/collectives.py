@@ -235,8 +235,8 @@ class DensePath:
         self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self.pending: dict[Parameter, Pending] = {}  # collectives under way
-        # until all are there for a common allreduce, if the transport fuses none; else until a device may be waited for
-        self._waiting: dict[Parameter, torch.Tensor] = {}
+        # for the others and a common allreduce, if the transport fuses none; else until a device may be waited for
+        self.waiting: dict[Parameter, torch.Tensor] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
 
     @property
@@ -245,7 +245,7 @@ class DensePath:
         return len(self.gradients) == len(self.names)
 
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
-        """Start the allreduce of a copy of ``clip * gradient``, or leave it to `launch_staged`.
+        """Start the allreduce of a copy of ``clip * gradient``, or leave it to `launch_waiting`.
 
         Autograd may share the gradient's memory.
         """
@@ -260,30 +260,22 @@ class DensePath:
             gradient = gradient.half()
         if self.collectives.by_name and not self.collectives.stages(gradient):  # else it holds up the backward pass
             self.pending[p] = self._reduced(gradient, self.names[p])
-            return
-        self._waiting[p] = gradient
-        if len(self._waiting) == len(self.names) and not self.collectives.by_name:
-            self._launch_together()
+        else:
+            self.waiting[p] = gradient
 
-    @property
-    def has_staged(self) -> bool:
-        """Whether `launch_staged` has something to do."""
-        return self.collectives.by_name and bool(self._waiting)
+    def launch_waiting(self) -> None:
+        """Start the allreduces that `launch` has left; the host waits for the device.
 
-    def launch_staged(self) -> None:
-        """Start the allreduces that `launch` has left; the host waits for the device."""
-        for p in list(self._waiting) if self.has_staged else ():
-            self.pending[p] = self._reduced(self._waiting.pop(p), self.names[p])
-
-    def _launch_together(self) -> None:
-        """Start one allreduce for each dtype and device."""
-        alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
-        for p in self.names:
-            alike.setdefault((self._waiting[p].dtype, self._waiting[p].device), []).append(p)
-        for (dtype, _), parameters in alike.items():
-            flat = torch.cat([self._waiting[p].view(-1) for p in parameters])
-            self.pending.update(dict.fromkeys(parameters, self._reduced(flat, str(dtype))))
-        self._waiting.clear()
+        If the transport fuses none, all tensors must be there: one allreduce is started for each dtype and device.
+        """
+        alike: dict[object, list[Parameter]] = {}
+        for p, gradient in self.waiting.items():
+            alike.setdefault(p if self.collectives.by_name else (gradient.dtype, gradient.device), []).append(p)
+        for parameters in alike.values():
+            flat = torch.cat([self.waiting[p].view(-1) for p in parameters])
+            name = self.names[parameters[0]] if self.collectives.by_name else str(flat.dtype)
+            self.pending.update(dict.fromkeys(parameters, self._reduced(flat, name)))
+        self.waiting.clear()
 
     def _reduced(self, gradient: torch.Tensor, name: str) -> Pending:
         self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
@@ -309,5 +301,5 @@ class DensePath:
         """Discard the step."""
         self.gradients.clear()
         self.pending.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         self._results.clear()
