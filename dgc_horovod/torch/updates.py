@@ -25,7 +25,7 @@ from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots, refit_state
+from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots
 
 States = MutableMapping[Parameter, State]  # of an optimizer
 OwnStep = Callable[[], Any]
@@ -130,8 +130,15 @@ class Update:
     # -- updates out
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Prepare for the optimizer's own step: adapt the zeros of `prepare` to their parameters."""
-        refit_state(optimizer, self._made)
+        """Prepare for the optimizer's own step: adapt the zeros of `prepare` to parameters that a script has moved.
+
+        Other entries are not changed: an optimizer may keep moments in fp32 for weights in half precision.
+        """
+        for p, key, reference in self._made:
+            state, x = optimizer.state.get(p, {}), reference()
+            if x is not None and state.get(key) is x:
+                if (x.dtype != p.dtype or x.device != p.device) and not x.any():
+                    state[key] = torch.zeros_like(p)
         self._made = []
 
     def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
@@ -205,7 +212,12 @@ class Update:
         SGD's state stays in the optimizer; only zeros of `prepare` are removed to save memory, if there is no weight
         decay, which would fill them.
         """
-        if not self.arithmetic.is_split or not self._was_placeholder(p, states, exchange):
+        if not self.arithmetic.is_split:
+            return
+        known = p in self._taken or p not in states  # a missing state, filled by `prepare`, was removed by a script
+        self._taken.add(p)
+        if known:
+            self._follow_emptied(p, states, exchange)
             return
         state, buffer = states[p], SLOTS[MOMENTUM]
         if not self.arithmetic.is_linear:
@@ -236,14 +248,6 @@ class Update:
         owed = self.arithmetic.owes(options) / share * _sign(options) * state[SLOTS[first]]
         slots = {first: flat(owed), **{part: flat(state[SLOTS[part]]) for part in others}}
         self.arithmetic.take_over(exchange, exchange.names[p], slots, options, steps)
-
-    def _was_placeholder(self, p: Parameter, states: States, exchange: GradientExchange) -> bool:
-        """Return whether the state of `p` has not been checked since `prepare`; mark it as checked."""
-        known = p in self._taken or p not in states  # a missing state, filled by `prepare`, was removed by a script
-        if known:
-            self._follow_emptied(p, states, exchange)
-        self._taken.add(p)
-        return not known
 
     def _follow_emptied(self, p: Parameter, states: States, exchange: GradientExchange) -> None:
         """Drop the engine's momentum of `p` if the script has removed its state, to start without momentum."""
