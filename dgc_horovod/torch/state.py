@@ -195,11 +195,12 @@ def load(
 
 def _dumped(model: Module | None, optimizer: Optimizer, extra: dict[str, Any]) -> bytes:
     out, session = io.BytesIO(), session_of(optimizer)
+    content: dict[str, Any] = {"model": {}, "optimizer": {}, "extra": extra}
     if model is not None:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, out)
-    else:
-        added = {} if session is None else session.strategy.extend({})
-        torch.save({"model": {}, "optimizer": added, "extra": extra}, out)
+        content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    elif session is not None:
+        content["optimizer"] = session.strategy.extend({})
+    torch.save(content, out)
     try:
         torch.load(io.BytesIO(out.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
