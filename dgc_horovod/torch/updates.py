@@ -157,24 +157,23 @@ class Update:
                 p.grad = grad
         with torch.no_grad():
             for group in optimizer.param_groups:
-                options, rate = self._options(group), float(group["lr"])
+                options = self._options(group)
                 for p in group["params"]:
-                    update = held.get(p)
-                    if update is not None:
-                        self._apply(p, update, options, rate, optimizer.state[p])
+                    if (update := held.get(p)) is not None:
+                        self._apply(p, update, options, optimizer.state[p])
         return None
 
-    def _apply(self, p: Parameter, update: torch.Tensor, options: Options, rate: float, state: State) -> None:
+    def _apply(self, p: Parameter, update: torch.Tensor, options: Options, state: State) -> None:
         key = SLOTS[MOMENTUM]
         velocity = state.get(key) if options.momentum else None
         if options.momentum and options.decay and velocity is None:
             velocity = state[key] = torch.zeros_like(p)
         shared = self.arithmetic.shared(p, velocity, options)
         if options.decoupled and options.decay:
-            p.mul_(1 - rate * options.decay)
-        p.add_(update, alpha=-_sign(options) * rate)
+            p.mul_(1 - options.rate * options.decay)
+        p.add_(update, alpha=-_sign(options) * options.rate)
         if shared is not None:
-            p.add_(shared, alpha=-rate)
+            p.add_(shared, alpha=-options.rate)
 
     def check_weights(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         """Raise NotFinite after a step if an optimizer with unknown arithmetic has made weights not finite.

@@ -31,11 +31,9 @@ def given_as_wrapped(p: torch.Tensor, names: Names, numel: int, device: torch.de
         numel, device: size and device of the parameter at wrapping.
         moves: whether the gradient is copied to another device for compression, from any device.
     """
-    grad = p.grad
-    if grad is not None and grad.numel() == numel and (moves or grad.device == device):
-        if grad.dtype.is_floating_point:
-            return grad
     grad = given(p, names)
+    if grad.numel() == numel and (moves or grad.device == device) and grad.dtype.is_floating_point:
+        return grad
     raise UnsupportedUse(
         f"the gradient of {names[p]!r} has {grad.numel()} elements of {grad.dtype} on {grad.device}; expected "
         f"{numel} floating-point numbers on {device}, as when the optimizer was wrapped. Move the model to its device, "
