@@ -160,12 +160,6 @@ class ReduceSettings:
     gradient_predivide_factor: float = 1.0
     sparse_as_dense: bool = False
 
-    @property
-    def scales(self) -> Scales:
-        """Factors before and after the sum."""
-        factor = self.gradient_predivide_factor
-        return (1 / factor, factor) if self.averages else (1.0, 1.0)
-
 
 def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return `result` in the dtype and memory format of `grad`, as fused optimizers read both in memory order."""
@@ -258,29 +252,26 @@ class DensePath:
             gradient = gradient + torch.from_numpy(residual).view(p.shape).to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
+        self.waiting[p] = gradient.view(-1)
         if self.collectives.by_name and not self.collectives.stages(gradient):  # else it holds up the backward pass
-            self.pending[p] = self._reduced(gradient, self.names[p])
-        else:
-            self.waiting[p] = gradient
+            self.launch_waiting()
 
     def launch_waiting(self) -> None:
-        """Start the allreduces that `launch` has left; the host waits for the device.
+        """Start the allreduces that `launch` has left; the host may wait for the device.
 
         If the transport fuses none, all tensors must be there: one allreduce is started for each dtype and device.
         """
+        averages, factor = self.settings.averages, self.settings.gradient_predivide_factor
         alike: dict[object, list[Parameter]] = {}
         for p, gradient in self.waiting.items():
             alike.setdefault(p if self.collectives.by_name else (gradient.dtype, gradient.device), []).append(p)
-        for parameters in alike.values():
-            flat = torch.cat([self.waiting[p].view(-1) for p in parameters])
-            name = self.names[parameters[0]] if self.collectives.by_name else str(flat.dtype)
-            self.pending.update(dict.fromkeys(parameters, self._reduced(flat, name)))
+        for first, *others in alike.values():
+            flat = torch.cat([self.waiting[p] for p in (first, *others)]) if others else self.waiting[first]
+            self.collectives.traffic.count_allreduce(flat.nbytes, self.collectives.workers)
+            name = self.names[first] if self.collectives.by_name else flat.dtype
+            pending = self.collectives.allreduce(flat, f"dense.{name}", averages, (1 / factor, factor))
+            self.pending.update(dict.fromkeys((first, *others), pending))
         self.waiting.clear()
-
-    def _reduced(self, gradient: torch.Tensor, name: str) -> Pending:
-        self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
-        settings = self.settings
-        return self.collectives.allreduce(gradient, f"dense.{name}", settings.averages, settings.scales)
 
     def result(self, p: Parameter) -> torch.Tensor:
         """Wait for the allreduce; return the update for ``p.grad``, in its dtype."""
