@@ -158,7 +158,8 @@ def join(device: int = -1) -> int:
             strategy.choice.give_up(JOINED)  # other ranks see it at their next comparison
     sessions = live()
     last = _join_compressed(sessions) if sessions else int(_stock_join(device))
-    _even_out([strategy for strategy in automatic if _of_all_ranks(strategy.session)])
+    if automatic := [strategy for strategy in automatic if _of_all_ranks(strategy.session)]:
+        _even_out(automatic)
     return last
 
 
@@ -169,8 +170,6 @@ def _of_all_ranks(session: Session) -> bool:
 
 def _even_out(strategies: Sequence[AutoTuned]) -> None:
     """Set the number of steps on every rank to the largest."""
-    if not strategies:
-        return
     own = [each.session.exchange.steps for each in strategies]
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     every = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "automatic")]
@@ -239,8 +238,13 @@ class _Participant:
         """End the step, whose collectives are done; return whether all ranks are in join."""
         session, exchange = self.session, self.session.exchange
         session.strategy.synchronize()
-        if exchange.ranks_in_join == exchange.workers:
-            self._take_back()
+        if exchange.ranks_in_join == exchange.workers:  # restore the state from before `begin`, bit for bit
+            session.kept.resume(self._before)
+            for p, entries in self._entries.items():
+                session.optimizer.state[p] = entries
+            session.update.prepare(session.optimizer, exchange)  # the optimizer's state is restored too
+            exchange.counts.steps -= 1
+            exchange.counts.selected = self._selected
             return True
         if exchange.loss_scale() == 1.0:
             with session.passes.skipping():
@@ -248,16 +252,6 @@ class _Participant:
         # else p.grad has a loss scale unknown on this rank: it gets the weights at the end
         session.passes.synchronized = False
         return False
-
-    def _take_back(self) -> None:
-        """Restore the state from before `begin`, bit for bit."""
-        session, exchange = self.session, self.session.exchange
-        session.kept.resume(self._before)
-        for p, entries in self._entries.items():
-            session.optimizer.state[p] = entries
-        session.update.prepare(session.optimizer, exchange)  # the optimizer's state is restored too
-        exchange.counts.steps -= 1
-        exchange.counts.selected = self._selected
 
     def leave(self) -> None:
         """End join: restore gradients and backward passes from before."""

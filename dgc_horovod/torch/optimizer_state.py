@@ -72,11 +72,15 @@ def fill_state(optimizer: Optimizer, stock: Arithmetic, known: Collection[Parame
     # the first buffer of SGD with dampening is the undamped gradient: its state must be empty before the first step
     dampens = any(group.get("momentum") and group.get("dampening") for group in groups)
     for group in groups if not dampens else []:
+        # in stock's order, in which entries are broadcast
+        keys = [SLOTS[part] for part in stock.slots if part != MOMENTUM or group["momentum"]]
+        if SECOND in stock.slots:
+            keys = [STEP, *keys, *([_LARGEST] if group["amsgrad"] else [])]
         for p in group["params"]:
             if not p.requires_grad and p not in known:
                 continue
             state = optimizer.state.get(p, {})
-            for key in _entries(stock, group):
+            for key in keys:
                 if state.get(key) is None:
                     state[key] = step_count(p, group) if key == STEP else torch.zeros_like(p)
                     if key != STEP:
@@ -86,14 +90,6 @@ def fill_state(optimizer: Optimizer, stock: Arithmetic, known: Collection[Parame
             else:
                 optimizer.state.pop(p, None)
     return made
-
-
-def _entries(stock: Arithmetic, group: Group) -> list[str]:
-    """Return the keys of a tensor's state in stock's order, in which entries are broadcast."""
-    keys = [SLOTS[part] for part in stock.slots if part != MOMENTUM or group["momentum"]]
-    if SECOND in stock.slots:
-        return [STEP, *keys, *([_LARGEST] if group["amsgrad"] else [])]
-    return keys
 
 
 def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tensor) -> None:
