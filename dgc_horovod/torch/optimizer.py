@@ -29,8 +29,8 @@ from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
-from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.elastic import ElasticCarrier
+from dgc_horovod.torch.gradients.clipping import limit_averages
 from dgc_horovod.torch.horovod_carrier import STOCK, WITHOUT_CUDA, HorovodCarrier, HorovodCollectives, needs_host
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.overrides import OutsideOverrides, begin, kind_for, made_class

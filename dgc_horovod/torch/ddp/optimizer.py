@@ -18,11 +18,11 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.settings import check_whole
-from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.ddp import models
 from dgc_horovod.torch.ddp.carrier import STOCK, DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.hook import leave_to_ddp
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
+from dgc_horovod.torch.gradients.clipping import limit_averages
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.overrides import begin, kind_for, made_class

@@ -18,8 +18,8 @@ from dgc_horovod.exchange.contract import ALL, INSIDE, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.state.residual_state import MOMENTUM
-from dgc_horovod.torch.clipping.local import LocalClipping
 from dgc_horovod.torch.gradients import memory
+from dgc_horovod.torch.gradients.clipping import LocalClipping
 from dgc_horovod.torch.gradients.collectives import (
     BucketRun,
     Collectives,

@@ -1,9 +1,9 @@
 """Local gradient clipping (DGC section 3.1): each rank clips its own gradient, before the momentum.
 
 The limit is ``clip_norm``, or comes from the script: its calls of ``clip_grad_norm_`` and ``clip_grad_value_`` are
-observed by `calls` and recorded here. Such a call comes after the gradients have been taken, so it applies to the next
-step, in which it is renewed or ends. Norms are here too, with clipping of gradients that the framework's own exchange
-has averaged.
+observed by `wrapping.clip_calls` and recorded here. Such a call comes after the gradients have been taken, so it
+applies to the next step, in which it is renewed or ends. Norms are here too, with clipping of gradients that the
+framework's own exchange has averaged.
 """
 
 from __future__ import annotations

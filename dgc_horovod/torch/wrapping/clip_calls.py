@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import wrap_everywhere
-from dgc_horovod.torch.clipping.local import ELEMENTS, Clip, total_norm
+from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
 from dgc_horovod.torch.wrapping.steps import clipping_learned, clipping_left_out
 
