@@ -30,8 +30,7 @@ def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def flat(x: torch.Tensor) -> np.ndarray:
     """Return `x` on the host, flat float32; it may share the memory of `x`."""
-    found: np.ndarray = x.detach().reshape(-1).float().cpu().numpy()
-    return found
+    return x.detach().reshape(-1).float().cpu().numpy()
 
 
 def put_slots(p: Parameter, group: Group, state: State, slots: Mapping[str, np.ndarray], steps: int | None) -> None:

@@ -229,10 +229,7 @@ def load_residuals(session: Session, state: ResidualState) -> None:
 
 def to_dict(state: ResidualState) -> dict[str, Any]:
     """Convert `state` to a dict of plain values and tensors."""
-    found: dict[str, Any] = _converted(
-        state.to_dict(), lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-    )
-    return found
+    return _converted(state.to_dict(), lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x)
 
 
 def from_dict(record: Mapping[str, Any]) -> ResidualState:
