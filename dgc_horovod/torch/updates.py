@@ -47,7 +47,7 @@ def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
     return Update(stock, *choose(stock, type(optimizer), options, config), decoupled)
 
 
-def options_of(group: Group, decoupled: bool = False) -> Options:
+def options_of(group: Group, decoupled: bool) -> Options:
     """Return the options of a group of a known optimizer. `decoupled`: weight decay is decoupled in every group."""
     b1, b2 = group.get("betas", (0.0, 0.0))
     return Options(
@@ -81,9 +81,7 @@ class Update:
         dense: whether the present step is the user's optimizer's own, at density 1.
     """
 
-    def __init__(
-        self, stock: Arithmetic, arithmetic: Arithmetic, notices: Collection[str] = (), decoupled: bool = False
-    ) -> None:
+    def __init__(self, stock: Arithmetic, arithmetic: Arithmetic, notices: Collection[str], decoupled: bool) -> None:
         self.stock, self.arithmetic, self.notices, self._decoupled = stock, arithmetic, list(notices), decoupled
         self.dense = False
         self._taken: set[Parameter] = set()  # parameters whose state has been checked since `prepare`
