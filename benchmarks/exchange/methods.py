@@ -25,8 +25,8 @@ from benchmarks.shapes import Shapes, numel
 from dgc_horovod.config import EXCHANGES
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, ddp
-from dgc_horovod.torch.clipping import calls
 from dgc_horovod.torch.session.session import session_of
+from dgc_horovod.torch.wrapping import clip_calls
 
 MOMENTUM, RATE = 0.9, 0.1
 MASTER = "EXCHANGE_MASTER"  # the variable with the address of rank 0
@@ -170,7 +170,7 @@ class OwnMethod(Method):
 
     def clear(self) -> None:
         # as step() does: no norm is measured for a script that has clipped nothing
-        calls.end_step(session_of(self.optimizer))
+        clip_calls.end_step(session_of(self.optimizer))
         self.optimizer.zero_grad()
 
     def phases(self) -> dict[str, float]:

@@ -58,8 +58,8 @@ class ResidualState:
         runs: [index of the first element here, number of elements of the tensor], by name, of sliced tensors.
         mode: name of the exchange in use, if a job chooses among several; else "".
         second: Adam's second moment, see `core.second_moment`, by name of the tensor; the same on every rank.
-        clips: clipping by the script, see `put` in `torch.clipping.local`; the same on every rank. A checkpoint has it
-            in the manifest.
+        clips: clipping by the script, see `put` in `torch.gradients.clipping`; the same on every rank. A checkpoint has
+            it in the manifest.
         method: content of the residuals, see `state.parts`; "" in records of earlier versions.
     """
 

@@ -1,6 +1,6 @@
 """The PyTorch adapter: ``DistributedOptimizer`` and ``Compression``, for unmodified Horovod.
 
-Horovod is imported by the first name that needs it; `gradients`, `updates` and `clipping` do not need it.
+Horovod is imported by the first name that needs it; `gradients` and `updates` do not need it.
 """
 
 from __future__ import annotations

@@ -19,12 +19,25 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
         "horovod 0.28.1"
     )
 
-from dgc_horovod.torch import broadcast, elastic, joining  # noqa: E402
-from dgc_horovod.torch.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402, F401
-from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402, F401
-from dgc_horovod.torch.joining import join  # noqa: E402, F401
-from dgc_horovod.torch.optimizer import Compression, DistributedOptimizer  # noqa: E402, F401
+from dgc_horovod.torch import elastic, horovod_functions  # noqa: E402
+from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402
+from dgc_horovod.torch.horovod_functions import join  # noqa: E402
+from dgc_horovod.torch.optimizer import (  # noqa: E402
+    Compression,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 
-broadcast.register()
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "elastic",
+    "join",
+    "load_checkpoint",
+    "node_process_sets",
+    "save_checkpoint",
+]
+
 elastic.register()
-joining.install()
+horovod_functions.install()

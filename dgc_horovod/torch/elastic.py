@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import sys
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import horovod.torch as hvd
 import torch
@@ -193,18 +193,14 @@ class TorchState(HorovodTorchState):
         return [handler for handler in self._handlers.values() if isinstance(handler, ResidualHandler)]
 
 
-class _Compressed(type):
-    """The metaclass that answers `isinstance` for `_CompressedOptimizer`."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return session_of(instance) is not None
-
-
-class _CompressedOptimizer(metaclass=_Compressed):
+@runtime_checkable
+class _Compressed(Protocol):
     """Any optimizer of ours; their classes are made at run time, and have no common base."""
+
+    _dgc: Session
 
 
 def register() -> None:
     """Make ``hvd.elastic.TorchState`` use `ResidualHandler` for our optimizers."""
-    others = [entry for entry in get_handler_registry() if entry[0] is not _CompressedOptimizer]
-    set_handler_registry([(_CompressedOptimizer, ResidualHandler), *others])
+    others = [entry for entry in get_handler_registry() if entry[0] is not _Compressed]
+    set_handler_registry([(_Compressed, ResidualHandler), *others])

@@ -23,10 +23,14 @@ SLOTS = {MOMENTUM: "momentum_buffer", FIRST: "exp_avg", SECOND: "exp_avg_sq"}  #
 STEP, _LARGEST = "step", "max_exp_avg_sq"  # other keys
 
 
+def group_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group, such as learning rates."""
+    return [{key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
 def flat(x: torch.Tensor) -> np.ndarray:
     """Return `x` on the host, flat float32; it may share the memory of `x`."""
-    found: np.ndarray = x.detach().reshape(-1).float().cpu().numpy()
-    return found
+    return x.detach().reshape(-1).float().cpu().numpy()
 
 
 def put_slots(p: Parameter, group: Group, state: State, slots: Mapping[str, np.ndarray], steps: int | None) -> None:
@@ -60,18 +64,22 @@ def fill_state(optimizer: Optimizer, stock: Arithmetic, known: Collection[Parame
         known: exchanged parameters, some of which may be frozen now.
 
     Returns:
-        The slots that were made, for `refit_state`.
+        The slots that were made, for `Update.begin`.
     """
     made: Made = []
     groups = optimizer.param_groups if stock.slots else []
     # the first buffer of SGD with dampening is the undamped gradient: its state must be empty before the first step
     dampens = any(group.get("momentum") and group.get("dampening") for group in groups)
     for group in groups if not dampens else []:
+        # in stock's order, in which entries are broadcast
+        keys = [SLOTS[part] for part in stock.slots if part != MOMENTUM or group["momentum"]]
+        if SECOND in stock.slots:
+            keys = [STEP, *keys, *([_LARGEST] if group["amsgrad"] else [])]
         for p in group["params"]:
             if not p.requires_grad and p not in known:
                 continue
             state = optimizer.state.get(p, {})
-            for key in _entries(stock, group):
+            for key in keys:
                 if state.get(key) is None:
                     state[key] = step_count(p, group) if key == STEP else torch.zeros_like(p)
                     if key != STEP:
@@ -81,27 +89,6 @@ def fill_state(optimizer: Optimizer, stock: Arithmetic, known: Collection[Parame
             else:
                 optimizer.state.pop(p, None)
     return made
-
-
-def _entries(stock: Arithmetic, group: Group) -> list[str]:
-    """Return the keys of a tensor's state in stock's order, in which entries are broadcast."""
-    keys = [SLOTS[part] for part in stock.slots if part != MOMENTUM or group["momentum"]]
-    if SECOND in stock.slots:
-        return [STEP, *keys, *([_LARGEST] if group["amsgrad"] else [])]
-    return keys
-
-
-def refit_state(optimizer: Optimizer, made: Made) -> None:
-    """Remake the zeros of `fill_state` in the device and dtype of their parameters, if a script has moved the model.
-
-    Other entries are not changed: an optimizer may keep moments in fp32 for weights in half precision.
-    """
-    for p, key, reference in made:
-        state, x = optimizer.state.get(p, {}), reference()
-        if x is None or state.get(key) is not x:
-            continue
-        if (x.dtype != p.dtype or x.device != p.device) and not x.any():
-            state[key] = torch.zeros_like(p)
 
 
 def add_residual(exchange: GradientExchange, p: Parameter, residual: torch.Tensor) -> None:

@@ -195,11 +195,12 @@ def load(
 
 def _dumped(model: Module | None, optimizer: Optimizer, extra: dict[str, Any]) -> bytes:
     out, session = io.BytesIO(), session_of(optimizer)
+    content: dict[str, Any] = {"model": {}, "optimizer": {}, "extra": extra}
     if model is not None:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, out)
-    else:
-        added = {} if session is None else session.strategy.extend({})
-        torch.save({"model": {}, "optimizer": added, "extra": extra}, out)
+        content |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    elif session is not None:
+        content["optimizer"] = session.strategy.extend({})
+    torch.save(content, out)
     try:
         torch.load(io.BytesIO(out.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
@@ -228,10 +229,7 @@ def load_residuals(session: Session, state: ResidualState) -> None:
 
 def to_dict(state: ResidualState) -> dict[str, Any]:
     """Convert `state` to a dict of plain values and tensors."""
-    found: dict[str, Any] = _converted(
-        state.to_dict(), lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-    )
-    return found
+    return _converted(state.to_dict(), lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x)
 
 
 def from_dict(record: Mapping[str, Any]) -> ResidualState:

@@ -25,7 +25,7 @@ from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
-from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots, refit_state
+from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots
 
 States = MutableMapping[Parameter, State]  # of an optimizer
 OwnStep = Callable[[], Any]
@@ -47,7 +47,7 @@ def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
     return Update(stock, *choose(stock, type(optimizer), options, config), decoupled)
 
 
-def options_of(group: Group, decoupled: bool = False) -> Options:
+def options_of(group: Group, decoupled: bool) -> Options:
     """Return the options of a group of a known optimizer. `decoupled`: weight decay is decoupled in every group."""
     b1, b2 = group.get("betas", (0.0, 0.0))
     return Options(
@@ -81,9 +81,7 @@ class Update:
         dense: whether the present step is the user's optimizer's own, at density 1.
     """
 
-    def __init__(
-        self, stock: Arithmetic, arithmetic: Arithmetic, notices: Collection[str] = (), decoupled: bool = False
-    ) -> None:
+    def __init__(self, stock: Arithmetic, arithmetic: Arithmetic, notices: Collection[str], decoupled: bool) -> None:
         self.stock, self.arithmetic, self.notices, self._decoupled = stock, arithmetic, list(notices), decoupled
         self.dense = False
         self._taken: set[Parameter] = set()  # parameters whose state has been checked since `prepare`
@@ -130,8 +128,15 @@ class Update:
     # -- updates out
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Prepare for the optimizer's own step: adapt the zeros of `prepare` to their parameters."""
-        refit_state(optimizer, self._made)
+        """Prepare for the optimizer's own step: adapt the zeros of `prepare` to parameters that a script has moved.
+
+        Other entries are not changed: an optimizer may keep moments in fp32 for weights in half precision.
+        """
+        for p, key, reference in self._made:
+            state, x = optimizer.state.get(p, {}), reference()
+            if x is not None and state.get(key) is x:
+                if (x.dtype != p.dtype or x.device != p.device) and not x.any():
+                    state[key] = torch.zeros_like(p)
         self._made = []
 
     def step(self, optimizer: Optimizer, exchange: GradientExchange, own_step: OwnStep) -> None:
@@ -150,24 +155,23 @@ class Update:
                 p.grad = grad
         with torch.no_grad():
             for group in optimizer.param_groups:
-                options, rate = self._options(group), float(group["lr"])
+                options = self._options(group)
                 for p in group["params"]:
-                    update = held.get(p)
-                    if update is not None:
-                        self._apply(p, update, options, rate, optimizer.state[p])
+                    if (update := held.get(p)) is not None:
+                        self._apply(p, update, options, optimizer.state[p])
         return None
 
-    def _apply(self, p: Parameter, update: torch.Tensor, options: Options, rate: float, state: State) -> None:
+    def _apply(self, p: Parameter, update: torch.Tensor, options: Options, state: State) -> None:
         key = SLOTS[MOMENTUM]
         velocity = state.get(key) if options.momentum else None
         if options.momentum and options.decay and velocity is None:
             velocity = state[key] = torch.zeros_like(p)
         shared = self.arithmetic.shared(p, velocity, options)
         if options.decoupled and options.decay:
-            p.mul_(1 - rate * options.decay)
-        p.add_(update, alpha=-_sign(options) * rate)
+            p.mul_(1 - options.rate * options.decay)
+        p.add_(update, alpha=-_sign(options) * options.rate)
         if shared is not None:
-            p.add_(shared, alpha=-rate)
+            p.add_(shared, alpha=-options.rate)
 
     def check_weights(self, optimizer: Optimizer, exchange: GradientExchange) -> None:
         """Raise NotFinite after a step if an optimizer with unknown arithmetic has made weights not finite.
@@ -205,7 +209,12 @@ class Update:
         SGD's state stays in the optimizer; only zeros of `prepare` are removed to save memory, if there is no weight
         decay, which would fill them.
         """
-        if not self.arithmetic.is_split or not self._was_placeholder(p, states, exchange):
+        if not self.arithmetic.is_split:
+            return
+        known = p in self._taken or p not in states  # a missing state, filled by `prepare`, was removed by a script
+        self._taken.add(p)
+        if known:
+            self._follow_emptied(p, states, exchange)
             return
         state, buffer = states[p], SLOTS[MOMENTUM]
         if not self.arithmetic.is_linear:
@@ -236,14 +245,6 @@ class Update:
         owed = self.arithmetic.owes(options) / share * _sign(options) * state[SLOTS[first]]
         slots = {first: flat(owed), **{part: flat(state[SLOTS[part]]) for part in others}}
         self.arithmetic.take_over(exchange, exchange.names[p], slots, options, steps)
-
-    def _was_placeholder(self, p: Parameter, states: States, exchange: GradientExchange) -> bool:
-        """Return whether the state of `p` has not been checked since `prepare`; mark it as checked."""
-        known = p in self._taken or p not in states  # a missing state, filled by `prepare`, was removed by a script
-        if known:
-            self._follow_emptied(p, states, exchange)
-        self._taken.add(p)
-        return not known
 
     def _follow_emptied(self, p: Parameter, states: States, exchange: GradientExchange) -> None:
         """Drop the engine's momentum of `p` if the script has removed its state, to start without momentum."""

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dgc_horovod.torch.clipping.local import ELEMENTS, Clip, LocalClipping
+from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, LocalClipping
 
 
 @pytest.mark.parametrize("p", [2.0, ELEMENTS])

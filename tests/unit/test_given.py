@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dgc_horovod.testing.loopback import Loopback
 
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.contract import ALL
+from dgc_horovod.torch.gradients.collectives import ReduceSettings
+from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.memory import given, given_as_wrapped
-from dgc_horovod.torch.gradients.scaling import StepScale
 
 HOST = torch.device("cpu")
 
@@ -53,8 +57,14 @@ def test_a_gradient_that_is_gone_is_named():
 
 
 def test_the_scale_of_a_step_is_asked_once():
-    asked = []
-    scale = StepScale(lambda: float(asked.append(1) or len(asked)))
-    assert [scale(), scale()] == [1.0, 1.0]
-    scale.forget()
-    assert scale() == 2.0
+    asked, board = [], {}
+    p, _ = of(4096)
+    config, transports = DGCConfig(density=0.5, clip_norm=1.0), {ALL: Loopback(0, 1, board)}
+    exchange = GradientExchange(
+        {"a.weight": p}, {p: 0}, config, transports, ReduceSettings(True), lambda: float(asked.append(1) or len(asked))
+    )
+    for step in (1, 2):
+        exchange.begin_step({}, {})
+        p.grad = exchange.take(p)()
+        assert exchange.finish() and len(asked) == step
+        board.clear()

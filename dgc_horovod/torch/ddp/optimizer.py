@@ -24,10 +24,10 @@ from dgc_horovod.notices import tell_stock
 from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
-from dgc_horovod.torch.clipping.local import limit_averages
 from dgc_horovod.torch.ddp import models
 from dgc_horovod.torch.ddp.carrier import DataParallelCarrier, GroupCarrier
 from dgc_horovod.torch.ddp.transport import Group, ProcessGroupCollectives, new_group
+from dgc_horovod.torch.gradients.clipping import limit_averages
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.overrides import begin, kind_for, made_class

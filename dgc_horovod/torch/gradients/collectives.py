@@ -160,12 +160,6 @@ class ReduceSettings:
     gradient_predivide_factor: float = 1.0
     sparse_as_dense: bool = False
 
-    @property
-    def scales(self) -> Scales:
-        """Factors before and after the sum."""
-        factor = self.gradient_predivide_factor
-        return (1 / factor, factor) if self.averages else (1.0, 1.0)
-
 
 def laid_out_as(result: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return `result` in the dtype and memory format of `grad`, as fused optimizers read both in memory order."""
@@ -235,8 +229,8 @@ class DensePath:
         self._loss_scale, self._residuals = loss_scale, residuals
         self.gradients: dict[Parameter, torch.Tensor] = {}
         self.pending: dict[Parameter, Pending] = {}  # collectives under way
-        # until all are there for a common allreduce, if the transport fuses none; else until a device may be waited for
-        self._waiting: dict[Parameter, torch.Tensor] = {}
+        # for the others and a common allreduce, if the transport fuses none; else until a device may be waited for
+        self.waiting: dict[Parameter, torch.Tensor] = {}
         self._results: dict[Parameter, torch.Tensor] = {}
 
     @property
@@ -245,7 +239,7 @@ class DensePath:
         return len(self.gradients) == len(self.names)
 
     def launch(self, p: Parameter, clip: float = 1.0) -> None:
-        """Start the allreduce of a copy of ``clip * gradient``, or leave it to `launch_staged`.
+        """Start the allreduce of a copy of ``clip * gradient``, or leave it to `launch_waiting`.
 
         Autograd may share the gradient's memory.
         """
@@ -258,37 +252,26 @@ class DensePath:
             gradient = gradient + torch.from_numpy(residual).view(p.shape).to(gradient) * self._loss_scale()
         if self._half:
             gradient = gradient.half()
+        self.waiting[p] = gradient.view(-1)
         if self.collectives.by_name and not self.collectives.stages(gradient):  # else it holds up the backward pass
-            self.pending[p] = self._reduced(gradient, self.names[p])
-            return
-        self._waiting[p] = gradient
-        if len(self._waiting) == len(self.names) and not self.collectives.by_name:
-            self._launch_together()
+            self.launch_waiting()
 
-    @property
-    def has_staged(self) -> bool:
-        """Whether `launch_staged` has something to do."""
-        return self.collectives.by_name and bool(self._waiting)
+    def launch_waiting(self) -> None:
+        """Start the allreduces that `launch` has left; the host may wait for the device.
 
-    def launch_staged(self) -> None:
-        """Start the allreduces that `launch` has left; the host waits for the device."""
-        for p in list(self._waiting) if self.has_staged else ():
-            self.pending[p] = self._reduced(self._waiting.pop(p), self.names[p])
-
-    def _launch_together(self) -> None:
-        """Start one allreduce for each dtype and device."""
-        alike: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
-        for p in self.names:
-            alike.setdefault((self._waiting[p].dtype, self._waiting[p].device), []).append(p)
-        for (dtype, _), parameters in alike.items():
-            flat = torch.cat([self._waiting[p].view(-1) for p in parameters])
-            self.pending.update(dict.fromkeys(parameters, self._reduced(flat, str(dtype))))
-        self._waiting.clear()
-
-    def _reduced(self, gradient: torch.Tensor, name: str) -> Pending:
-        self.collectives.traffic.count_allreduce(gradient.nbytes, self.collectives.workers)
-        settings = self.settings
-        return self.collectives.allreduce(gradient, f"dense.{name}", settings.averages, settings.scales)
+        If the transport fuses none, all tensors must be there: one allreduce is started for each dtype and device.
+        """
+        averages, factor = self.settings.averages, self.settings.gradient_predivide_factor
+        alike: dict[object, list[Parameter]] = {}
+        for p, gradient in self.waiting.items():
+            alike.setdefault(p if self.collectives.by_name else (gradient.dtype, gradient.device), []).append(p)
+        for first, *others in alike.values():
+            flat = torch.cat([self.waiting[p] for p in (first, *others)]) if others else self.waiting[first]
+            self.collectives.traffic.count_allreduce(flat.nbytes, self.collectives.workers)
+            name = self.names[first] if self.collectives.by_name else flat.dtype
+            pending = self.collectives.allreduce(flat, f"dense.{name}", averages, (1 / factor, factor))
+            self.pending.update(dict.fromkeys((first, *others), pending))
+        self.waiting.clear()
 
     def result(self, p: Parameter) -> torch.Tensor:
         """Wait for the allreduce; return the update for ``p.grad``, in its dtype."""
@@ -309,5 +292,5 @@ class DensePath:
         """Discard the step."""
         self.gradients.clear()
         self.pending.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         self._results.clear()

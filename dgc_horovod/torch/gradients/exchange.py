@@ -6,7 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -18,8 +18,8 @@ from dgc_horovod.exchange.contract import ALL, INSIDE, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.state.residual_state import MOMENTUM
-from dgc_horovod.torch.clipping.local import LocalClipping
 from dgc_horovod.torch.gradients import memory
+from dgc_horovod.torch.gradients.clipping import LocalClipping
 from dgc_horovod.torch.gradients.collectives import (
     BucketRun,
     Collectives,
@@ -30,7 +30,6 @@ from dgc_horovod.torch.gradients.collectives import (
     all_finite,
     laid_out_as,
 )
-from dgc_horovod.torch.gradients.scaling import StepScale
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -64,10 +63,12 @@ class GradientExchange(OptimizerExchange):
         self.settings, self._transports = settings, transports
         self._host = torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
-        self._scale_now = StepScale(loss_scale)  # not a method: references to it must not keep this exchange alive
+        # of the present step: reading a GradScaler's scale waits for the device. Not a method: references to it must
+        # not keep this exchange alive
+        self._scale_now = cache(loss_scale)
         self._taken = memory.TakenMemory()  # of updates of this step
         self.lock = threading.Lock()  # backward of several devices calls hooks from several threads
-        self._kernels: dict[str, Kernels] = {}
+        self._kernels_on = cache(registry.choose)
         super().__init__(
             [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()],
             config,
@@ -90,19 +91,14 @@ class GradientExchange(OptimizerExchange):
         self._decays: Mapping[Parameter, float] = {}  # of this step
         self._compressing: deque[BucketRun] = deque()  # buckets whose compression is under way, in order of launch
         self._launched: deque[BucketRun] = deque()  # buckets whose exchange is under way
-        self._aggregated: deque[BucketRun] = deque()  # buckets whose update is being written
         self._untaken = deque(self.runs)  # not sent in this step, for transports that need one order
         self._engine_scale: Callable[[], float] = self._scale_now  # factor of the gradients that engines get
-        self._shares_norms = False  # whether all ranks share norms in the present step
         self._sums: Pending | None = None  # of the ranks' measurements for Adam's second moments
         self.clipping = LocalClipping(config.clip_norm, self.names, self.topology.nodes, settings.averages)
 
     def _kernels_of(self, p: Parameter) -> Kernels:
         """Return the kernels for the device on which `p` is compressed, chosen once a device."""
-        device = str(self._host or p.device)
-        if device not in self._kernels:
-            self._kernels[device] = registry.choose(device)
-        return self._kernels[device]
+        return self._kernels_on(str(self._host or p.device))
 
     # -- gradients in
 
@@ -204,12 +200,12 @@ class GradientExchange(OptimizerExchange):
             self._go_on()
             self._launched.append(run)
         if waits:
-            self._dense_path.launch_staged()
+            self._dense_path.launch_waiting()
 
     @property
     def is_compressing(self) -> bool:
         """Whether `hand_on` has something to wait for."""
-        return bool(self._compressing) or self._dense_path.has_staged
+        return bool(self._compressing or self._dense_path.waiting)
 
     def _go_on(self) -> None:
         """Start the next round of every bucket whose present round is done, while the backward pass goes on."""
@@ -248,7 +244,6 @@ class GradientExchange(OptimizerExchange):
             self.clipping.measure({**bucketed, **dense}, self._scale_now())
             for run in self.runs:
                 self._add_gradients(run)
-            dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         self._send_all(clip)
 
     def _send_all(self, clip: float) -> None:
@@ -259,16 +254,13 @@ class GradientExchange(OptimizerExchange):
 
     def _send_others(self, clip: float = 1.0) -> None:
         """Start the collectives that follow the last bucket."""
-        if self._dense_path.names or self._shares_norms:
+        if self._dense_path.names or self.clipping.shares:
             self.hand_on(waits=True)
         for p in self._dense_path.names:  # in one order on all ranks
+            self._dense_path.gradients[p] = self.clipping.clipped(p, self._dense_path.gradients[p])
             self._dense_path.launch(p, clip)
-        self._share_norms()
-
-    def _share_norms(self) -> None:
-        """Start sharing norms, at the same place among the collectives on every rank, even if nothing is clipped."""
-        if self._shares_norms:
-            self.clipping.share(self.collectives)
+        self._dense_path.launch_waiting()
+        self.clipping.share(self.collectives)
 
     # -- gradients out
 
@@ -292,11 +284,10 @@ class GradientExchange(OptimizerExchange):
                 self._launched.rotate(-1)  # meanwhile wait for the first rounds of the other buckets
                 continue
             self.aggregate(run.engine, self._scale_now())
-            self._aggregated.append(self._launched.popleft())
-        while self._aggregated:  # a device is waited for once, after all launches
-            run = self._aggregated[0]
-            run.finite = self.settle(run.engine)
-            self._aggregated.popleft()
+            self._launched.popleft()
+        for run in self.runs:  # a device is waited for once, after all launches
+            if run.finite is None:
+                run.finite = self.settle(run.engine)
 
     def share_second(self) -> None:
         """Hand on all messages, then start the allreduce of the measurements of second moments, once.
@@ -344,14 +335,14 @@ class GradientExchange(OptimizerExchange):
         If a gradient was not finite on any rank, every rank rolls back; if only an update is not finite, in its
         parameter's dtype, the update is dropped. Every ``p.grad`` becomes NaN, so that a GradScaler skips the step too.
         """
-        self._share_norms()  # if not started yet
+        self.clipping.share(self.collectives)  # if not started yet
         self.clipping.take(self.collectives)
         self.take_second()
         finite = all(run.finite for run in self.runs)
         narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a smaller range than fp32
         finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
         finite = self.end(finite, self._dense_path.finite, self._scale_now)
-        self._shares_norms = self.all_clip and not self.ranks_in_join  # known from all ranks' messages
+        self.clipping.shares = self.all_clip and not self.ranks_in_join  # known from all ranks' messages
         if not finite:
             for p in self.names:
                 if p.grad is not None and not p.grad.is_sparse:
@@ -367,10 +358,9 @@ class GradientExchange(OptimizerExchange):
             for each in (run.outputs, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has released
         self._launched.clear()
-        self._aggregated.clear()
         self._sums, self._untaken, self._decays = None, deque(self.runs), {}
         self._taken.clear()
-        self._scale_now.forget()
+        self._scale_now.cache_clear()
         self._dense_path.clear()
 
     def drop_momentum(self, name: str) -> None:

@@ -31,11 +31,9 @@ def given_as_wrapped(p: torch.Tensor, names: Names, numel: int, device: torch.de
         numel, device: size and device of the parameter at wrapping.
         moves: whether the gradient is copied to another device for compression, from any device.
     """
-    grad = p.grad
-    if grad is not None and grad.numel() == numel and (moves or grad.device == device):
-        if grad.dtype.is_floating_point:
-            return grad
     grad = given(p, names)
+    if grad.numel() == numel and (moves or grad.device == device) and grad.dtype.is_floating_point:
+        return grad
     raise UnsupportedUse(
         f"the gradient of {names[p]!r} has {grad.numel()} elements of {grad.dtype} on {grad.device}; expected "
         f"{numel} floating-point numbers on {device}, as when the optimizer was wrapped. Move the model to its device, "
@@ -109,21 +107,18 @@ class TakenMemory:
     """
 
     def __init__(self) -> None:
-        self._begins: list[int] = []  # ascending, of ranges that do not overlap
-        self._ends: list[int] = []
+        self._ranges: list[tuple[int, int]] = []  # begin and end, ascending; they do not overlap
 
     def is_first_in(self, grad: torch.Tensor) -> bool:
         """Take the memory of `grad`, contiguous fp32; return False, and take nothing, if a part is already taken."""
         begin = grad.data_ptr()
         end = begin + 4 * grad.numel()
-        i = bisect_right(self._begins, begin)
-        if (i and self._ends[i - 1] > begin) or (i < len(self._begins) and self._begins[i] < end):
+        i = bisect_right(self._ranges, (begin, end))
+        if any(begin < last and first < end for first, last in self._ranges[max(i - 1, 0) : i + 1]):
             return False
-        self._begins.insert(i, begin)
-        self._ends.insert(i, end)
+        self._ranges.insert(i, (begin, end))
         return True
 
     def clear(self) -> None:
         """Release all ranges."""
-        self._begins.clear()
-        self._ends.clear()
+        self._ranges.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,37 +35,31 @@ class NodeAverage:
         # gradients of this worker by bucket, one after another, padded with zeros to G equal slices
         self._memory: dict[str, torch.Tensor] = {}
 
-    def start(self, name: str, gradients: Iterable[torch.Tensor], numel: int, scale: float = 1.0) -> Pending:
+    def start(self, name: str, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> Pending:
         """Start to average ``scale * gradient``.
 
         Args:
             name: name of the bucket.
-            gradients: gradients, dense, of any dtype and layout; copied.
-            numel: number of elements of all gradients together.
+            gradients: gradients, dense, of any dtype and layout, at least one; copied.
             scale: factor of this worker's gradients.
         """
-        workers, traffic = self.inside.workers, self.inside.traffic
-        flat, start = None, 0
+        workers, device, start = self.inside.workers, gradients[0].device, 0
+        flat = self._memory.get(name)
+        if flat is None or flat.device != device:
+            numel = sum(gradient.numel() for gradient in gradients)
+            flat = torch.empty(workers * -(-numel // workers), dtype=torch.float32, device=device)
+            self._memory[name] = flat
+        flat[-workers:] = 0  # the padding is shorter
         for gradient in gradients:
-            if flat is None:
-                flat = self._flat(name, workers * -(-numel // workers), gradient.device)
             flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
             start += gradient.numel()
-        assert flat is not None and start == numel
         if scale != 1:
             flat *= scale
         received = flat.nbytes // workers * (workers - 1)
-        traffic.count_inside(2 * received if self.whole else received)
+        self.inside.traffic.count_inside(2 * received if self.whole else received)
         if self.whole:
             return self.inside.allreduce(flat, f"{name}.node", averages=True)
         return self.inside.alltoall(flat, f"{name}.slices")
-
-    def _flat(self, name: str, numel: int, device: torch.device) -> torch.Tensor:
-        flat = self._memory.get(name)
-        if flat is None or flat.device != device:
-            flat = self._memory[name] = torch.empty(numel, dtype=torch.float32, device=device)
-        flat[-self.inside.workers :] = 0  # the padding is shorter
-        return flat
 
     def take(self, name: str, averaging: Pending) -> torch.Tensor:
         """Wait for bucket `name`; return the average of this worker's slice, or if `whole` of all, with padding."""
@@ -111,17 +105,15 @@ class NodeGradientExchange(GradientExchange):
             self._average(run)
         dense = [self._dense_path.gradients[p] for p in self._dense_path.names]  # in one order on all workers
         if dense:
-            numel = sum(gradient.numel() for gradient in dense)
-            self._dense_averaging = self._node.start("dense", dense, numel)
+            self._dense_averaging = self._node.start("dense", dense)
         self._launch_averaged()
 
     def _average(self, run: BucketRun) -> None:
         """Start the average of a bucket inside the node; `_launch_averaged` continues with it."""
         bucket, run.arrived = run.engine.whole, 0
         wait_for_streams(run.streams)
-        gradients = (self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters))
-        averaging = self._node.start(bucket.name, gradients, bucket.numel, 1 / self._scale_now())
-        self._averaged.append((run, averaging))
+        gradients = [self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters)]
+        self._averaged.append((run, self._node.start(bucket.name, gradients, 1 / self._scale_now())))
 
     def _launch_averaged(self, wait: bool = False) -> None:
         """Send buckets whose average inside the node is done; wait for all if `wait`."""
@@ -157,7 +149,6 @@ class NodeGradientExchange(GradientExchange):
             clip = self.clipping.of_all(squares_of(unscaled.values(), self._kernels_of), 1.0)
         else:
             self.clipping.measure(unscaled, 1.0)
-            dense.update({p: self.clipping.clipped(p, gradient) for p, gradient in dense.items()})
         for run, average in zip(self.runs, averages, strict=True):
             self._add_slice(run, average.view(self.topology.node_size, -1)[self.topology.local_rank])
         self._averaged.clear()

@@ -16,6 +16,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.session import replicas
 from dgc_horovod.torch.gradients.collectives import Collectives, Pending
+from dgc_horovod.torch.optimizer_state import group_options
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.session import Session
@@ -75,9 +76,9 @@ class Replicas:
     def _circumstances(self, session: Session, step: int, part: int) -> replicas.Circumstances:
         options = {
             f"{key} of parameter group {i}": _plain(value)
-            for i, group in enumerate(session.optimizer.param_groups)
+            for i, group in enumerate(group_options(session.optimizer))
             for key, value in group.items()
-            if key not in ("params", "param_names")
+            if key != "param_names"
         }
         options["loss scale"] = _plain(session.exchange.loss_scale())
         names, scaled = self._names_in(part), _renormalized()
@@ -131,8 +132,7 @@ class Replicas:
                 found = zlib.crc32(repr((name, key, _described(x))).encode(), found)
                 if isinstance(x, torch.Tensor):
                     found = zlib.crc32(_flat_bytes(x).data, found)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        return zlib.crc32(repr(options).encode(), found)
+        return zlib.crc32(repr(group_options(optimizer)).encode(), found)
 
     def _broadcast(self, x: torch.Tensor, name: str, root: int) -> None:
         flat = x.contiguous().view(-1)

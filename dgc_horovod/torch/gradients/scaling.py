@@ -96,11 +96,18 @@ class _Uses:
                 self._newest, self.at[scaler] = weakref.ref(scaler), next(self.ticks)
             elif name == "update":  # gradients from before the update are not stepped any more
                 self.at.pop(scaler, None)
-            if name == "step":
-                return self._step(scaler, optimizer, lambda: method(scaler, *args, **kwargs))
-            result = method(scaler, *args, **kwargs)
-            if name == "scale" and not torch.compiler.is_compiling():
-                self._mark(result, scaler)
+            if name != "step":
+                result = method(scaler, *args, **kwargs)
+                if name == "scale" and not torch.compiler.is_compiling():
+                    self._mark(result, scaler)
+                return result
+            before, self.stepping = self.stepping, scaler
+            try:
+                result = method(scaler, *args, **kwargs)
+            finally:
+                self.stepping = before
+            if isinstance(optimizer, Optimizer):  # no hook of the optimizer runs if `scaler` skips the step
+                self.at[optimizer] = next(self.ticks)
             return result
 
         return noticed
@@ -115,17 +122,6 @@ class _Uses:
         for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(passes)
-
-    def _step(self, scaler: GradScaler, optimizer: object, step: Callable[[], Any]) -> Any:
-        """Call `step` and record it; if `scaler` skips it, no hook of the optimizer runs."""
-        before, self.stepping = self.stepping, scaler
-        try:
-            result = step()
-        finally:
-            self.stepping = before
-        if isinstance(optimizer, Optimizer):
-            self.at[optimizer] = next(self.ticks)
-        return result
 
 
 _uses = _Uses()  # one for the process, as the class GradScaler is
@@ -178,13 +174,8 @@ class SeenScaler:
             self._found, self._found_at = weakref.ref(found) if found is not None else lambda: None, next(_uses.ticks)
         return found
 
-    @property
-    def _per_optimizer_states(self) -> Any:
-        return getattr(self._scaler, "_per_optimizer_states", {})
-
-    @property
-    def _scaler(self) -> GradScaler | None:
-        """The scaler of the last step, also if it has not scaled a loss since."""
+    def of_last_step(self) -> GradScaler | None:
+        """Return the scaler of the last step, also if it has not scaled a loss since."""
         optimizer = self._optimizer()
         return _uses.of_last_step(optimizer) if optimizer is not None else None
 
@@ -216,33 +207,16 @@ def stop_watching() -> None:
         setattr(GradScaler, name, getattr(getattr(GradScaler, name), "__wrapped__", getattr(GradScaler, name)))
 
 
+def known(scaler: GradScaler | SeenScaler | None) -> GradScaler | None:
+    """Return the script's GradScaler, if it is known."""
+    return scaler.of_last_step() if isinstance(scaler, SeenScaler) else scaler
+
+
 def already_unscaled(scaler: GradScaler | SeenScaler | None, optimizer: Optimizer) -> bool:
     """Return whether a GradScaler has unscaled the gradients of `optimizer` in this step."""
-    states = getattr(scaler, "_per_optimizer_states", {})
+    states = getattr(known(scaler), "_per_optimizer_states", {})
     stage = states[id(optimizer)].get("stage") if id(optimizer) in states else None
     return getattr(stage, "name", "") == "UNSCALED"
-
-
-class StepScale:
-    """The loss scale of the present step, read once: reading a GradScaler's scale waits for the device.
-
-    Args:
-        ask: function that returns the present loss scale, > 0.
-    """
-
-    def __init__(self, ask: Callable[[], float]) -> None:
-        self._ask = ask
-        self._known: float | None = None
-
-    def __call__(self) -> float:
-        """Return the scale of this step."""
-        if self._known is None:
-            self._known = self._ask()
-        return self._known
-
-    def forget(self) -> None:
-        """End the step."""
-        self._known = None
 
 
 def scale_of(grad_scaler: GradScaler | SeenScaler | None) -> Callable[[], float]:

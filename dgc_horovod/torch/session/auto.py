@@ -13,7 +13,7 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.residual_state import RESIDUAL, UNDECIDED, ResidualState
 from dgc_horovod.torch import state as kept
-from dgc_horovod.torch.clipping.local import Clip, clip_all
+from dgc_horovod.torch.gradients.clipping import Clip, clip_all
 from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.records import GradientWatch, Result

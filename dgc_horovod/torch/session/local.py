@@ -16,12 +16,12 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
 from dgc_horovod.errors import UnsupportedUse, shown
 from dgc_horovod.notices import WEIGHTS_SET, clips_alone, leave_out, of_skipped, stop_if_skipped
-from dgc_horovod.torch.clipping import calls as clip_calls
-from dgc_horovod.torch.clipping.local import Clip
+from dgc_horovod.torch.gradients.clipping import Clip
 from dgc_horovod.torch.gradients.collectives import Parameter, all_finite, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import clean, copied, unscale
 from dgc_horovod.torch.session.strategies import Strategy
+from dgc_horovod.torch.wrapping import clip_calls
 
 _OUTER = "outer_momentum"  # key in a state_dict
 

@@ -15,14 +15,13 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.planning.trial import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
-from dgc_horovod.torch.clipping import calls as clip_calls
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session, all_alive
 from dgc_horovod.torch.session.strategies import EveryStep
 from dgc_horovod.torch.updates import update_of
-from dgc_horovod.torch.wrapping import checks
+from dgc_horovod.torch.wrapping import checks, clip_calls
 
 
 class Overrides:

@@ -11,14 +11,13 @@ import torch
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import of_skipped, stop_if_skipped
 from dgc_horovod.session import base
-from dgc_horovod.torch.clipping import calls as clip_calls
-from dgc_horovod.torch.clipping.local import Clip
+from dgc_horovod.torch.gradients.clipping import Clip
 from dgc_horovod.torch.gradients.collectives import Parameter, all_finite
 from dgc_horovod.torch.gradients.scaling import already_unscaled
 from dgc_horovod.torch.optimizer_state import add_residual
 from dgc_horovod.torch.session.records import Result
 from dgc_horovod.torch.session.session import Session
-from dgc_horovod.torch.wrapping import steps
+from dgc_horovod.torch.wrapping import clip_calls, steps
 
 
 class Strategy(base.Strategy[Session, torch.Tensor]):

@@ -55,17 +55,14 @@ def checked_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, to
             "example with a prefix for each model"
         )
     known = {id(p) for _, p in named}
-    missing = [_shape(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if missing:
+        shapes = ["not known yet" if is_lazy(p) else tuple(p.shape) for p in missing[:5]]
         raise ConfigError(
-            f"{len(missing)} parameters of the optimizer have no name in named_parameters (shapes {missing[:5]}); pass "
+            f"{len(missing)} parameters of the optimizer have no name in named_parameters (shapes {shapes}); pass "
             "the named_parameters() of every model whose parameters it holds"
         )
     return named
-
-
-def _shape(p: torch.Tensor) -> tuple[int, ...] | str:
-    return "not known yet" if is_lazy(p) else tuple(p.shape)
 
 
 def check_same_choice(ranks: Gatherer | None, compression: object, refused: str = "nothing") -> None:

@@ -149,13 +149,6 @@ def _only_within(reference: weakref.ref[Any], name: str, inner: torch.optim.Opti
         raise UnsupportedUse(STEPPED_INSIDE.format(outer=type(outer).__name__, inner=type(inner).__name__, name=name))
 
 
-def other_methods(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return methods of the user's class that torch's optimizers do not have; one of them may step."""
-    own, known = type(optimizer).__mro__[1], {*dir(torch.optim.Optimizer), "train", "eval"}  # they only switch weights
-    names = [name for name in dir(own) if not name.startswith("_") and name not in known]
-    return [f"{name}()" for name in names if callable(getattr(own, name))]
-
-
 def check_update_left(session: Session, p: torch.Tensor) -> None:
     """Check ``p.grad`` after a backward pass when no step has applied the update in it.
 
@@ -174,8 +167,14 @@ def check_update_left(session: Session, p: torch.Tensor) -> None:
 
 
 def check_not_stepped_otherwise(session: Session) -> None:
-    """Raise UnsupportedUse if another method than ``step`` has applied the update that is to be cleared."""
-    methods = other_methods(session.optimizer)
+    """Raise UnsupportedUse if another method than ``step`` has applied the update that is to be cleared.
+
+    Methods of the user's class that torch's optimizers do not have may step.
+    """
+    own = type(session.optimizer).__mro__[1]
+    known = {*dir(torch.optim.Optimizer), "train", "eval"}  # the latter two only switch weights
+    names = [name for name in dir(own) if not name.startswith("_") and name not in known]
+    methods = [f"{name}()" for name in names if callable(getattr(own, name))]
     if methods and session.watch.weights_changed():
         name = type(session.optimizer).__name__
         raise UnsupportedUse(STEPPED_OTHERWISE.format(optimizer=name, methods=", ".join(methods)))
@@ -198,7 +197,8 @@ def lead_to_ours(optimizer: torch.optim.Optimizer) -> None:
     # a scheduler keeps the function itself, beside a weak reference to its optimizer
     for cell in gc.get_referrers(own.step):
         for closure in gc.get_referrers(cell) if isinstance(cell, CellType) else ():
-            if isinstance(closure, tuple) and _knows(closure, optimizer):
+            held = gc.get_referents(*closure) if isinstance(closure, tuple) else ()
+            if any(isinstance(x, weakref.ref) and x() is optimizer for x in held):
                 cell.cell_contents = ours.step
 
 
@@ -212,7 +212,3 @@ def _replace(old: object, new: object) -> None:
         for name, x in list(held.items()) if isinstance(held, dict) else ():
             if x is old:
                 held[name] = new
-
-
-def _knows(closure: tuple[object, ...], optimizer: object) -> bool:
-    return any(isinstance(x, weakref.ref) and x() is optimizer for x in gc.get_referents(*closure))

@@ -1,5 +1,6 @@
-"""``join``: a rank without more data takes part in the other ranks' steps, with zero gradients, until all have joined.
+"""Horovod's functions that scripts call, for compressed optimizers: broadcasts, and ``join`` for uneven data.
 
+In ``join`` a rank without more data takes part in the other ranks' steps, with zero gradients, until all have joined.
 Horovod's own join answers allreduces only; an allgather, which carries packets, fails while any rank is in join. A rank
 in our join continues to exchange. Its messages have a flag, so that every rank knows the number of ranks in join at no
 cost. A step in which all messages have the flag belongs to no script, and is rolled back.
@@ -11,7 +12,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -20,16 +21,109 @@ from horovod.torch import mpi_ops
 
 from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
+from dgc_horovod.names import wrap_everywhere
 from dgc_horovod.notices import JOINED
-from dgc_horovod.torch.gradients.scaling import SeenScaler
+from dgc_horovod.session import base
+from dgc_horovod.state.residual_state import MOMENTUM
+from dgc_horovod.torch.gradients.scaling import known
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier, HorovodCollectives
+from dgc_horovod.torch.optimizer_state import group_options
 from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.local import LocalSteps
-from dgc_horovod.torch.session.session import Session, all_alive, live
+from dgc_horovod.torch.session.session import Session, all_alive, live, session_of
 
 _log = logging.getLogger("dgc_horovod")
 _PAUSE = 1e-3  # seconds between two polls, as long as Horovod's cycle
 _stock_join, _stock_call = mpi_ops.join, mpi_ops.mpi_lib.horovod_torch_join
+
+
+def install() -> None:
+    """Replace Horovod's functions by ones that know compressed optimizers.
+
+    Broadcasts are replaced wherever they have been imported. A script's earlier reference to Horovod's join raises an
+    error with the remedy.
+    """
+    wrap_everywhere(hvd.broadcast_optimizer_state, _of_optimizer_state)
+    wrap_everywhere(hvd.broadcast_parameters, _of_parameters)
+    hvd.join = mpi_ops.join = join
+    mpi_ops.mpi_lib.horovod_torch_join = _guarded_call
+
+
+def _guarded_call(*arguments: object) -> Any:
+    if live():
+        # not a RuntimeError, which Horovod would turn into a HorovodInternalError
+        raise DGCError(
+            "this is Horovod's own join, imported before dgc_horovod.torch; packets cannot be exchanged while it "
+            "waits. Call hvd.join() (import horovod.torch as hvd), or dgc_horovod.torch.join()"
+        )
+    return _stock_call(*arguments)
+
+
+# -- broadcasts
+
+
+def _of_parameters(stock: Callable[..., None]) -> Callable[..., None]:
+    def broadcast_parameters(
+        params: dict[str, torch.Tensor] | Iterable[Any], *place: object, **named_place: object
+    ) -> None:
+        stock(params, *place, **named_place)
+        entries: Iterable[Any] = params.values() if isinstance(params, dict) else params
+        base.weights_set(entry[1] if isinstance(entry, tuple) else entry for entry in entries)
+
+    return broadcast_parameters
+
+
+def _of_optimizer_state(stock: Callable[..., None]) -> Callable[..., None]:
+    def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: torch.nn.Module | None = None) -> None:
+        session = session_of(optimizer)
+        if session is None:
+            stock(optimizer, root_rank, model)
+            return
+        if not (_is_stateless(session) and optimizer.process_set.process_set_id == 0):
+            _unmoved(session, lambda: stock(optimizer, root_rank, model))  # on every rank alike
+        _follow(session, optimizer.process_set, root_rank)
+
+    return broadcast_optimizer_state
+
+
+def _is_stateless(session: Session) -> bool:
+    """Return whether the optimizer has no state (SGD without momentum): stock then broadcasts no options either."""
+    groups = session.optimizer.param_groups
+    return MOMENTUM in session.update.stock.slots and not any(group["momentum"] for group in groups)
+
+
+def _unmoved(session: Session, broadcast: Callable[[], None]) -> None:
+    """Call `broadcast`, and restore the weights: to fill an empty optimizer state, stock Horovod makes a step."""
+    empty = not session.optimizer.state_dict()["state"]
+    before = [p.detach().clone() for p in session.exchange.names] if empty else []
+    broadcast()
+    with torch.no_grad():
+        for p, value in zip(session.exchange.names, before, strict=False):
+            p.copy_(value)
+
+
+def _follow(session: Session, process_set: hvd.ProcessSet, root_rank: int) -> None:
+    """Discard u and v of every rank if the root has loaded a state since its last step.
+
+    Before the first step every ``p.grad`` is then zero, as with stock Horovod.
+    """
+    optimizer, ranks = session.optimizer, process_set.ranks
+    if ranks is None or root_rank in ranks:
+        own = session.loaded, group_options(optimizer) if _is_stateless(session) else []
+        loaded, options = hvd.broadcast_object(own, root_rank, name="dgc.loaded", process_set=process_set)
+        for group, theirs in zip(optimizer.param_groups, options, strict=False):
+            group.update(theirs)
+        if loaded and not session.loaded:
+            session.forget()
+        if loaded:
+            session.strategy.share_loaded(root_rank if ranks is None else list(ranks).index(root_rank))
+    if session.exchange.steps == 0:
+        for p in session.exchange.names:
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.zeros_like(p)
+
+
+# -- join
 
 
 @functools.wraps(_stock_join)
@@ -58,17 +152,15 @@ def join(device: int = -1) -> int:
         there is one; otherwise a few small collectives are added, and if weights differ at the end a broadcast of
         weights and optimizer state.
     """
-    for strategy in _automatic():
+    automatic = [session.strategy for session in all_alive() if isinstance(session.strategy, AutoTuned)]
+    for strategy in automatic:
         if not strategy.choice.trial.ended:
             strategy.choice.give_up(JOINED)  # other ranks see it at their next comparison
-    last = _join(device)
-    _even_out([strategy for strategy in _automatic() if _of_all_ranks(strategy.session)])
+    sessions = live()
+    last = _join_compressed(sessions) if sessions else int(_stock_join(device))
+    if automatic := [strategy for strategy in automatic if _of_all_ranks(strategy.session)]:
+        _even_out(automatic)
     return last
-
-
-def _automatic() -> list[AutoTuned]:
-    strategies = [session.strategy for session in all_alive()]
-    return [strategy for strategy in strategies if isinstance(strategy, AutoTuned)]
 
 
 def _of_all_ranks(session: Session) -> bool:
@@ -78,8 +170,6 @@ def _of_all_ranks(session: Session) -> bool:
 
 def _even_out(strategies: Sequence[AutoTuned]) -> None:
     """Set the number of steps on every rank to the largest."""
-    if not strategies:
-        return
     own = [each.session.exchange.steps for each in strategies]
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     every = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "automatic")]
@@ -88,35 +178,19 @@ def _even_out(strategies: Sequence[AutoTuned]) -> None:
         strategy.leave()
 
 
-def _join(device: int) -> int:
-    sessions = live()
-    if not sessions:
-        return int(_stock_join(device))
+def _join_compressed(sessions: Sequence[Session]) -> int:
     for session in sessions:
         _check(session)
-    participants = [_participant_of(session) for session in sessions]
+    participants = [
+        _RoundParticipant(session.strategy) if isinstance(session.strategy, LocalSteps) else _Participant(session)
+        for session in sessions
+    ]
     try:
         _take_part(participants)
     finally:
         for participant in participants:
             participant.leave()
     return _settle(participants)
-
-
-def install() -> None:
-    """Replace Horovod's join by `join`; a script's earlier reference to Horovod's raises an error with the remedy."""
-    hvd.join = mpi_ops.join = join
-    mpi_ops.mpi_lib.horovod_torch_join = _guarded_call
-
-
-def _guarded_call(*arguments: object) -> Any:
-    if live():
-        # not a RuntimeError, which Horovod would turn into a HorovodInternalError
-        raise DGCError(
-            "this is Horovod's own join, imported before dgc_horovod.torch; packets cannot be exchanged while it "
-            "waits. Call hvd.join() (import horovod.torch as hvd), or dgc_horovod.torch.join()"
-        )
-    return _stock_call(*arguments)
 
 
 def _check(session: Session) -> None:
@@ -144,8 +218,6 @@ class _Participant:
         session: session of every step, between two steps.
     """
 
-    has_own_state = False  # whether the optimizer's state differs between ranks, and weights are equal in any case
-
     def __init__(self, session: Session) -> None:
         self.session, self.steps = session, session.exchange.steps
         self._grads = {p: p.grad for p in session.exchange.names}  # of accumulated passes of an incomplete step
@@ -166,8 +238,13 @@ class _Participant:
         """End the step, whose collectives are done; return whether all ranks are in join."""
         session, exchange = self.session, self.session.exchange
         session.strategy.synchronize()
-        if exchange.ranks_in_join == exchange.workers:
-            self._take_back()
+        if exchange.ranks_in_join == exchange.workers:  # restore the state from before `begin`, bit for bit
+            session.kept.resume(self._before)
+            for p, entries in self._entries.items():
+                session.optimizer.state[p] = entries
+            session.update.prepare(session.optimizer, exchange)  # the optimizer's state is restored too
+            exchange.counts.steps -= 1
+            exchange.counts.selected = self._selected
             return True
         if exchange.loss_scale() == 1.0:
             with session.passes.skipping():
@@ -175,16 +252,6 @@ class _Participant:
         # else p.grad has a loss scale unknown on this rank: it gets the weights at the end
         session.passes.synchronized = False
         return False
-
-    def _take_back(self) -> None:
-        """Restore the state from before `begin`, bit for bit."""
-        session, exchange = self.session, self.session.exchange
-        session.kept.resume(self._before)
-        for p, entries in self._entries.items():
-            session.optimizer.state[p] = entries
-        session.update.prepare(session.optimizer, exchange)  # the optimizer's state is restored too
-        exchange.counts.steps -= 1
-        exchange.counts.selected = self._selected
 
     def leave(self) -> None:
         """End join: restore gradients and backward passes from before."""
@@ -208,8 +275,6 @@ class _RoundParticipant:
     Attributes:
         steps: number of inner steps before join, as if every round had been complete.
     """
-
-    has_own_state = True
 
     def __init__(self, strategy: LocalSteps) -> None:
         self._strategy, self.session = strategy, strategy.session
@@ -237,11 +302,6 @@ def _mark(session: Session, in_join: bool) -> None:
     """Set the flag of this rank's messages."""
     for engine in session.exchange.engines:
         engine.in_join = in_join
-
-
-def _participant_of(session: Session) -> _Participant | _RoundParticipant:
-    strategy = session.strategy
-    return _RoundParticipant(strategy) if isinstance(strategy, LocalSteps) else _Participant(session)
 
 
 def _take_part(participants: Sequence[_Participant | _RoundParticipant]) -> None:
@@ -276,29 +336,26 @@ def _settle(participants: Sequence[_Participant | _RoundParticipant]) -> int:
     last = max(range(len(steps)), key=lambda rank: (steps[rank], rank))
     if len(set(steps)) == 1:
         return last
-    for session, has_own_state in ((each.session, each.has_own_state) for each in participants):
-        if has_own_state:
-            _take_over_options(session, last)
-            continue
-        optimizer, replicas = session.optimizer, session.replicas
-        found = json.dumps([replicas.fingerprint(optimizer), _state_of(_scaler(session))])
-        if len(set(collectives.gather_bytes(found.encode(), "fingerprints"))) == 1:
-            continue
-        if collectives.rank == 0:
-            _log.info("dgc_horovod: join: all ranks take weights, optimizer state and options of rank %d", last)
-        replicas.take_over(session, last)
+    for session in (participant.session for participant in participants):
+        if not isinstance(session.strategy, LocalSteps):  # else weights are equal, and the state is each rank's own
+            found = json.dumps([session.replicas.fingerprint(session.optimizer), _scale_of(session)])
+            if len(set(collectives.gather_bytes(found.encode(), "fingerprints"))) == 1:
+                continue
+            if collectives.rank == 0:
+                _log.info("dgc_horovod: join: all ranks take weights, optimizer state and options of rank %d", last)
+            session.replicas.take_over(session, last)
         _take_over_options(session, last)
     return last
 
 
 def _take_over_options(session: Session, root: int) -> None:
     """Copy the options of rank `root`, such as learning rates, and its loss scale."""
-    param_groups, scaler = session.optimizer.param_groups, _scaler(session)
-    groups = [{key: x for key, x in group.items() if key != "params"} for group in param_groups]
-    groups, scale = hvd.broadcast_object((groups, _state_of(scaler)), root, name="dgc.join.options")
-    for group, options in zip(param_groups, groups, strict=True):
+    own = group_options(session.optimizer), _scale_of(session)
+    groups, scale = hvd.broadcast_object(own, root, name="dgc.join.options")
+    for group, options in zip(session.optimizer.param_groups, groups, strict=True):
         group.update(options)
     if scale:
+        scaler = known(session.scaler)
         if scaler is None:
             raise UnsupportedUse(
                 "join() on a rank that has not used its GradScaler yet; make at least one step on each rank before"
@@ -306,11 +363,6 @@ def _take_over_options(session: Session, root: int) -> None:
         scaler.load_state_dict(scale)
 
 
-def _scaler(session: Session) -> torch.amp.GradScaler | None:
-    """Return the script's GradScaler, if it is known."""
-    scaler = session.scaler
-    return scaler._scaler if isinstance(scaler, SeenScaler) else scaler
-
-
-def _state_of(scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
+def _scale_of(session: Session) -> dict[str, Any]:
+    scaler = known(session.scaler)
     return scaler.state_dict() if scaler is not None else {}

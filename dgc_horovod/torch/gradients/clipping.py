@@ -1,9 +1,9 @@
 """Local gradient clipping (DGC section 3.1): each rank clips its own gradient, before the momentum.
 
 The limit is ``clip_norm``, or comes from the script: its calls of ``clip_grad_norm_`` and ``clip_grad_value_`` are
-observed by `calls` and recorded here. Such a call comes after the gradients have been taken, so it applies to the next
-step, in which it is renewed or ends. Norms are here too, with clipping of gradients that the framework's own exchange
-has averaged.
+observed by `wrapping.clip_calls` and recorded here. Such a call comes after the gradients have been taken, so it
+applies to the next step, in which it is renewed or ends. Norms are here too, with clipping of gradients that the
+framework's own exchange has averaged.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from dgc_horovod.config import clip_limit
@@ -25,6 +25,7 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.torch.gradients.collectives import Collectives, Parameter, Pending
 
 MOST = 16  # number of norms in a message to all ranks
+_NORM = np.dtype([("what", "<i8"), ("square", "<f8")])  # an entry of such a message
 _UNCUT = 1.0, math.inf
 ELEMENTS = math.nan  # stands for the order of a norm: each element is limited separately
 
@@ -69,19 +70,21 @@ class LocalClipping(StatePart):
         self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
         self._refusal = ""
         self.adds_decay = False  # whether weight decay is added to a gradient; as in stock, the decay is not clipped
-        self._own_norm = 0.0  # of this rank's gradients in the present step
         self.late: list[Clip] = []  # first calls in this step that came before the updates were there
         self.norms: dict[tuple[object, ...], float] = {}  # norms before clipping in the present step, by a clip's key
         self._noted: dict[tuple[object, ...], Clip] = {}
         self._uncompressed: dict[tuple[object, ...], Clip] = {}  # calls in steps of the framework's own exchange
         self._cuts: dict[Parameter, tuple[float, float]] = {}  # factor and bound of gradients in the present step
+        self.shares = False  # whether all ranks share norms in the present step, at one place among the collectives
         self._shared: Pending | None = None  # norms on their way to all ranks
-        self._number = {p: i for i, p in enumerate(self._all)}  # the same on every rank
 
     @property
     def is_of_all(self) -> bool:
         """Whether the only limit is one of the L2 norm of all gradients, so that one factor is enough."""
-        return self._whole() is not None and not self.adds_decay
+        if self.adds_decay or len(self.clips) != 1:
+            return False
+        (only,) = self.clips
+        return only.p == 2 and set(self._all) <= set(only.parameters)
 
     def refuse(self, why: str) -> None:
         """Raise UnsupportedUse with the text `why` for clipping calls of the script from now on."""
@@ -134,15 +137,11 @@ class LocalClipping(StatePart):
             The norm before clipping; 0 for elements.
         """
         grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
-        if math.isnan(clip.p):
-            for grad in grads:
-                grad.clamp_(-clip.limit, clip.limit)
-            return 0.0
-        norm = total_norm([finite_norm(grad, clip.p) for grad in grads], clip.p)
-        factor = clip.limit / norm if norm > clip.limit else 1.0
-        for grad in grads if factor < 1 else []:
-            grad.mul_(factor)
-        return norm
+        if not math.isnan(clip.p):
+            return limit_norm(grads, clip.limit, clip.p)
+        for grad in grads:
+            grad.clamp_(-clip.limit, clip.limit)
+        return 0.0
 
     @property
     def first_clip(self) -> tuple[float, float] | None:
@@ -151,7 +150,7 @@ class LocalClipping(StatePart):
         noted = self._noted.get(first.key) if first is not None and math.isinf(first.limit) else None
         if noted is None or noted.p != 2 or noted.key not in self.norms:
             return None
-        return self._local(noted.limit), self._factor(noted, self._own_norm)
+        return self._local(noted.limit), self._factor(noted, self.norms[noted.key])  # in the first step of this rank
 
     def goes_on(self, asked: Iterable[Clip] = ()) -> None:
         """End the measurement of the first step: u and v hold gradients of earlier steps.
@@ -209,7 +208,7 @@ class LocalClipping(StatePart):
         """Return the factor, in (0, 1], of all gradients from their sum of squares; only if `is_of_all`."""
         (whole,) = self.clips
         self._cuts.clear()
-        norm = self._own_norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
+        norm = self.norms[whole.key] = math.sqrt(squares) / loss_scale
         return self._factor(whole, norm)
 
     def measure(self, gradients: Mapping[Parameter, torch.Tensor], loss_scale: float) -> None:
@@ -224,17 +223,15 @@ class LocalClipping(StatePart):
         self._cuts.clear()  # left from a step that a GradScaler has skipped
         for clip in self.clips:
             there = [(p, *self._cuts.get(p, _UNCUT)) for p in clip.parameters if p in gradients]
+            norm, (own, limit) = 0.0, _UNCUT
             if math.isnan(clip.p):
-                self.norms[clip.key] = 0.0
                 limit = self._local(clip.limit) * loss_scale
-                self._cuts.update({p: (factor, min(limit, bound)) for p, factor, bound in there})
-                continue
-            parts = [factor * finite_norm(gradients[p], clip.p) for p, factor, _ in there]
-            norm = self.norms[clip.key] = total_norm(parts, clip.p) / loss_scale
-            if clip is self._whole():
-                self._own_norm = norm
-            own = self._factor(clip, norm)
-            self._cuts.update({p: (own * factor, bound) for p, factor, bound in there})
+            else:
+                parts = [factor * finite_norm(gradients[p], clip.p) for p, factor, _ in there]
+                norm = total_norm(parts, clip.p) / loss_scale
+                own = self._factor(clip, norm)
+            self.norms[clip.key] = norm
+            self._cuts.update({p: (own * factor, min(limit, bound)) for p, factor, bound in there})
 
     def clipped(self, p: Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """Return `gradient` of `p` clipped by its factor and bound; the same tensor if there is no limit."""
@@ -248,31 +245,27 @@ class LocalClipping(StatePart):
         return gradient
 
     def share(self, collectives: Collectives) -> None:
-        """Start sending the norms of this rank's script to all ranks, if not started yet.
+        """Start sending the norms of this rank's script to all ranks, if they are shared and it is not started yet.
 
-        Messages are of one size, so that ranks with different norms do not block.
+        Messages are of one size, so that ranks with different norms, or none, do not block.
         """
-        if self._shared is not None:
+        if not self.shares or self._shared is not None:
             return
-        message = torch.zeros(2, MOST, dtype=torch.int64)
+        message = np.zeros(MOST, _NORM)
         for i, (what, key) in enumerate(self._told.items()):
-            message[0, i] = what
-            message[1].view(torch.float64)[i] = self.norms[key] ** 2
+            message[i] = what, self.norms[key] ** 2
         collectives.traffic.count(message.nbytes, (collectives.workers - 1) * message.nbytes)
-        self._shared = collectives.allgather(message.view(-1), "clip.norms")
+        self._shared = collectives.allgather(torch.from_numpy(message.view(np.uint8)), "clip.norms")
 
     def take(self, collectives: Collectives) -> None:
         """Wait for shared norms: each becomes its root mean square over the ranks that have measured it."""
         if self._shared is None:
             return
         pending, self._shared = self._shared, None
-        numbers, words = collectives.wait(pending).view(-1, 2, MOST).unbind(1)
-        squares: list[float] = words.contiguous().view(torch.float64).flatten().tolist()
-        found = defaultdict(list)
-        for what, square in zip(numbers.flatten().tolist(), squares, strict=True):
-            found[what].append(square)
+        received = collectives.wait(pending).numpy().view(_NORM)
         for what, key in self._told.items():
-            self.norms[key] = math.sqrt(math.fsum(found[what]) / len(found[what]))
+            squares = received["square"][received["what"] == what]
+            self.norms[key] = math.sqrt(math.fsum(squares) / len(squares))
 
     @property
     def _told(self) -> dict[int, tuple[object, ...]]:
@@ -281,7 +274,7 @@ class LocalClipping(StatePart):
         return dict(list({self._digest(clip): clip.key for clip in asked}.items())[:MOST])
 
     def _digest(self, clip: Clip) -> int:
-        text = repr((clip.p, [self._number[p] for p in clip.parameters]))
+        text = repr((clip.p, [self._names[p] for p in clip.parameters]))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def abandon(self) -> None:
@@ -289,10 +282,6 @@ class LocalClipping(StatePart):
         self._shared = None
         for kept in (self.norms, self._cuts, self.late):
             kept.clear()
-
-    def _whole(self) -> Clip | None:
-        only = self.clips[0] if len(self.clips) == 1 else None
-        return only if only is not None and only.p == 2 and set(self._all) <= set(only.parameters) else None
 
     def _local(self, limit: float) -> float:
         return clip_limit(limit, self._workers, self._averages)
@@ -308,12 +297,19 @@ def clip_all(parameters: Iterable[torch.Tensor], limit: float) -> None:
     if not any(grad.is_sparse for grad in grads):
         torch.nn.utils.clip_grad_norm_(list(parameters), limit)
         return
-    norm = total_norm([finite_norm(grad, 2.0) for grad in grads])
-    for grad in grads if norm > limit else []:
-        grad.mul_(limit / norm)
+    limit_norm(grads, limit, 2.0)
 
 
-def total_norm(norms: Sequence[float], p: float = 2.0) -> float:
+def limit_norm(grads: Sequence[torch.Tensor], limit: float, p: float) -> float:
+    """Scale gradients to a common p-norm of at most `limit`; return their norm before."""
+    norm = total_norm([finite_norm(grad, p) for grad in grads], p)
+    if norm > limit:
+        for grad in grads:
+            grad.mul_(limit / norm)
+    return norm
+
+
+def total_norm(norms: Sequence[float], p: float) -> float:
     """Return the p-norm of all elements from the p-norms of the parts."""
     if not norms:
         return 0.0

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import wrap_everywhere
-from dgc_horovod.torch.clipping.local import ELEMENTS, Clip, total_norm
+from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
 from dgc_horovod.torch.wrapping.steps import clipping_learned, clipping_left_out
 
@@ -58,22 +58,22 @@ def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[
     known = 0 < limit < math.inf and (math.isnan(p) or p > 0)  # norms of order p <= 0 are left to torch
     for session in all_alive():
         own = tuple(x for x in parameters if x in session.exchange.names)
+        if not own:
+            continue
         clip = Clip(own, limit, p, session.passes.synchronized)
-        if own:
-            session.strategy.sees_clip(clip, known)
-        exchanges = session.is_exchanging and not session.strategy.stock
-        norm = _note(session, clip) if own and known and exchanges else None
-        if norm is not None:
-            norms.append(norm)
-            taken = set(own)
-            left = [x for x in left if x not in taken]
+        session.strategy.sees_clip(clip, known)
+        if known and session.is_exchanging and not session.strategy.stock:
+            norm = _note(session, clip)
+            if norm is not None:
+                norms.append(norm)
+                left = [x for x in left if x not in session.exchange.names]
     return norms, left
 
 
 def _note(session: Session, clip: Clip) -> float | None:
     """Record a call of the script, see `LocalClipping.note`. Return None if torch must clip ``p.grad``."""
     clipping, synchronized = session.exchange.clipping, session.passes.synchronized
-    norm: float | None = clipping.note(clip)
+    norm = clipping.note(clip)
     if clipping.given is None:
         session.tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
     elif clip.limit != clipping.given and not math.isnan(clip.p):
@@ -87,7 +87,7 @@ def _cut(session: Session, clip: Clip) -> float:
     """Clip the updates of this step at the script's first call, except updates that are Adam's directions."""
     sends_directions = session.update.arithmetic.dense_is_stock and not session.update.dense
     steps = set(session.exchange.sparse if sends_directions else ())
-    norm: float = session.exchange.clipping.cut(clip, steps)
+    norm = session.exchange.clipping.cut(clip, steps)
     session.watch.look_again()
     return norm
 

@@ -1,1 +1,0 @@
-"""A script's clipping calls, and the local clipping that replaces them."""
