@@ -18,14 +18,12 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, fitted
 from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND, UNDECIDED, ResidualState
-from dgc_horovod.tensorflow.clipping.of_optimizer import averages_clipped, clipped
 from dgc_horovod.tensorflow.gradients.exchange import Exchanged, GradientExchange, StepInputs
-from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.paths import DensePath
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
-from dgc_horovod.tensorflow.wrapping.variables import Gradient
+from dgc_horovod.tensorflow.gradients.transport import Collectives, behind
+from dgc_horovod.tensorflow.settings import STOCK, Settings, averages_clipped, clipped
+from dgc_horovod.tensorflow.variables import Gradient
 
 HANDED_BACK = "handed back"  # a dense step, before which the ranks' residuals are applied
 BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # kinds of a step, by number

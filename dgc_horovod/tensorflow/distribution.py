@@ -29,10 +29,9 @@ from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives, transports
-from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import (
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.updates import Holder, SlotOwnership, Update
+from dgc_horovod.tensorflow.variables import (
     Gradient,
     Key,
     Source,

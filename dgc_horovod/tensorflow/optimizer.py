@@ -22,13 +22,20 @@ from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.session.local import LocalSteps
-from dgc_horovod.tensorflow.session.overrides import AgreedScaling, LocalOverrides, Overrides
-from dgc_horovod.tensorflow.session.session import EveryStep, Session, session_of
+from dgc_horovod.tensorflow.local_steps import LocalSteps
+from dgc_horovod.tensorflow.overrides import AgreedScaling, LocalOverrides, Overrides
+from dgc_horovod.tensorflow.session import EveryStep, Session, session_of
+from dgc_horovod.tensorflow.settings import (
+    STOCK,
+    Compression,
+    Settings,
+    clipping_of,
+    make_settings,
+    refuse_own_methods,
+    with_clipping,
+)
 from dgc_horovod.tensorflow.updates import Update, update_of
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -13,8 +13,8 @@ from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.auto import GraphChoice
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
-from dgc_horovod.tensorflow.session.local import LocalRounds
-from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.local_steps import LocalRounds
+from dgc_horovod.tensorflow.settings import Settings
 
 
 @dataclass(frozen=True)

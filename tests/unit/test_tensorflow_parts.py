@@ -17,12 +17,12 @@ from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.stats import ExchangeStats, Traffic
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
+from dgc_horovod.tensorflow.gradients.paths import Blocks
+from dgc_horovod.tensorflow.gradients.transport import host_call
 from dgc_horovod.tensorflow.keras import callbacks
-from dgc_horovod.tensorflow.updates import update_of
-from dgc_horovod.tensorflow.wrapping.settings import Compression, Settings, make_settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
+from dgc_horovod.tensorflow.settings import Compression, Settings, make_settings
+from dgc_horovod.tensorflow.updates import Holder, SlotOwnership, update_of
+from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
 
 
 def memory_of(tensor):

@@ -22,12 +22,11 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.host_steps import HostCalls, HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.paths import TRIPLE, BucketRun, DensePath
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key
+from dgc_horovod.tensorflow.gradients.transport import Collectives, behind
+from dgc_horovod.tensorflow.variables import Gradient, Key
 
 _NARROW = (tf.float16, tf.bfloat16)
 _NOTHING = np.empty(0, np.float32)

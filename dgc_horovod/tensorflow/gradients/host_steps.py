@@ -26,13 +26,11 @@ from dgc_horovod.kernels.contract import Array
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, ResidualState
 from dgc_horovod.stats import PROCESS, ExchangeStats
-from dgc_horovod.tensorflow.gradients.host_calls import host_call, kernels_on
 from dgc_horovod.tensorflow.gradients.paths import BucketRun
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import Source
+from dgc_horovod.tensorflow.gradients.transport import Collectives, host_call, kernels_on
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.updates import Holder, SlotOwnership, Update
+from dgc_horovod.tensorflow.variables import Source
 
 _log = logging.getLogger("dgc_horovod")
 _OUTLIVES = "a graph was run after its DistributedOptimizer was deleted; keep a reference to the optimizer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -18,10 +19,9 @@ from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.exchange.contract import Round, start
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import densities
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, combined
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.variables import Gradient, Source, combined
 from dgc_horovod.wire.bucket import PADDING
 
 _HOROVOD_CANNOT = {tf.bfloat16: tf.float32}
@@ -96,6 +96,39 @@ class DensePath:
         # a rank without a gradient sends int64, and all ranks must send the same dtype
         indices = self._collectives.allgather(tf.cast(gradient.indices, tf.int64), f"indices.{i}")
         return combined(tf.IndexedSlices(values, indices, gradient.dense_shape))
+
+
+_ALIGNMENT = 64  # bytes; TensorFlow copies memory with less alignment
+
+
+class Blocks:
+    """Memory for vectors that are handed to TensorFlow, reused once it has released them.
+
+    A step's updates are as large as the model: new memory for them would cost a page fault for every 4 KiB.
+
+    Args:
+        sizes: number of elements of each float32 vector.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        step = _ALIGNMENT // 4
+        starts = np.cumsum([0, *(-(-size // step) * step for size in sizes)]).tolist()
+        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        self._nbytes = 4 * starts[-1] + _ALIGNMENT
+        self._blocks: list[np.ndarray] = []
+
+    def take(self) -> list[np.ndarray]:
+        """Return one vector for each size, aligned, in memory that is not in use."""
+        for i in range(len(self._blocks)):
+            if sys.getrefcount(self._blocks[i]) == 2:  # the list's, and that of the argument: no view is left
+                return self._views(self._blocks[i])
+        self._blocks.append(np.empty(self._nbytes, np.uint8))
+        return self._views(self._blocks[-1])
+
+    def _views(self, block: np.ndarray) -> list[np.ndarray]:
+        skip = -block.ctypes.data % _ALIGNMENT
+        whole = block[skip : skip + self._nbytes - _ALIGNMENT].view(np.float32)
+        return [whole[place] for place in self._places]
 
 
 TRIPLE = [tf.int32, tf.uint8, tf.float32]

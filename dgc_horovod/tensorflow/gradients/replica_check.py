@@ -14,10 +14,9 @@ import tensorflow as tf
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.session import replicas
-from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import native
+from dgc_horovod.tensorflow.variables import assign_from, native
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.gradients.exchange import StepInputs

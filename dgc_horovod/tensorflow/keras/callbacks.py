@@ -14,12 +14,10 @@ import tensorflow as tf
 
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.tensorflow import joining
-from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
-from dgc_horovod.tensorflow.session.session import session_of
-from dgc_horovod.tensorflow.wrapping.variables import key_of, keys_of
+from dgc_horovod.tensorflow.session import has_unused, session_of
+from dgc_horovod.tensorflow.variables import broadcast_variables, key_of, keys_of, shared_variables
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -90,7 +88,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if any(getattr(each, "_dgc_taken", False) for each in (optimizer, inner)):
             return True
         plain = type(self.model).train_step is keras.Model.train_step  # others may exchange gradients there
-        if plain and joining.has_unused() and hvd.rank() == 0:
+        if plain and has_unused() and hvd.rank() == 0:
             _log.warning(
                 "dgc_horovod: this model's %s is not the optimizer that DistributedOptimizer has returned, which has "
                 "made no step: its gradients are not exchanged. Compile the model with the returned optimizer",

@@ -22,11 +22,10 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import CollectiveTimeout, ConfigError, DGCError
 from dgc_horovod.notices import going_back
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, own_variables, shared_variables, values_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives, wait_for_shutdown
-from dgc_horovod.tensorflow.session.session import session_of
-from dgc_horovod.tensorflow.state import passes_of
-from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.session import passes_of, session_of
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.variables import assign, broadcast_variables, own_variables, shared_variables, values_of
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 # Texts of errors of Horovod's operations when another rank is gone; paths of files in them may contain more

@@ -16,13 +16,23 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import clips_alone, leave_out
 from dgc_horovod.stats import ExchangeStats
-from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, shared_variables, values_of
-from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange, StepInputs
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
-from dgc_horovod.tensorflow.session.session import Own, Session, Strategy
-from dgc_horovod.tensorflow.state import passes_of
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite, is_frozen, key_of, mapped, native
+from dgc_horovod.tensorflow.gradients.transport import host_call
+from dgc_horovod.tensorflow.session import Own, Session, Strategy, passes_of
+from dgc_horovod.tensorflow.settings import clipping_of
+from dgc_horovod.tensorflow.variables import (
+    Gradient,
+    Key,
+    all_finite,
+    assign,
+    broadcast_variables,
+    is_frozen,
+    key_of,
+    mapped,
+    native,
+    shared_variables,
+    values_of,
+)
 
 
 class LocalSteps(Strategy):

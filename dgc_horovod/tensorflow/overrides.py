@@ -11,10 +11,9 @@ import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.clipping.of_optimizer import KINDS, check_change
-from dgc_horovod.tensorflow.session.session import Session
-from dgc_horovod.tensorflow.state import flush
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, keys_of, native
+from dgc_horovod.tensorflow.session import Session, flush
+from dgc_horovod.tensorflow.settings import CLIPPINGS, check_change
+from dgc_horovod.tensorflow.variables import Gradient, keys_of, native
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
@@ -164,7 +163,7 @@ class Overrides(Methods):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer on the optimizer that it wraps
             self._dgc.scaled_by_another = True
-        if name in KINDS:
+        if name in CLIPPINGS:
             check_change(self, self._dgc.distribution.settings.config, name, value)
         super().__setattr__(name, value)
 
