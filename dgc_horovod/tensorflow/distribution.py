@@ -19,7 +19,7 @@ from dgc_horovod.core.budget import HOST_SPEED
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.notices import SEVERAL, describe
+from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.parts import check_kept
 from dgc_horovod.state.residual_state import ResidualState
@@ -90,12 +90,7 @@ class Distribution:
     def compresses(self) -> bool:
         """Whether gradients are compressed now, or from the first step on."""
         config = self.settings.config
-        return config is not None and (not config.automatic or any(each.compresses for each in self.compressing))
-
-    def joins(self) -> None:
-        """Prepare for ``hvd.join()``, which this rank is about to call, as all will."""
-        for exchange in self.compressing:
-            exchange.joins()
+        return config is not None and (not config.automatic or any(each.compresses for each in self.choosing))
 
     def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
         """Return the nodes that the exchange uses; at the first call, made by all ranks, they agree on them.
@@ -226,7 +221,6 @@ class Distribution:
         steps = HostSteps(sources, self.settings, config, groups, self.update, self.ownership, number)
         exchange = AutomaticExchange(steps) if config.automatic else GradientExchange(steps)
         for each in self.compressing:  # the new one may need their state
-            each.give_up(SEVERAL)
             exchange.follow(each)
         if self.ownership.loaded is not None:
             exchange.kept.resume(self.ownership.loaded)
@@ -257,13 +251,13 @@ class Distribution:
                 "dgc_horovod: the momentum that load_checkpoint has read is missing in this file: make a step before "
                 "saving, or call flush() on every rank"
             )
-        factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
         keeping = self._keeping
         for key in self.compressed:
             found = self.ownership.find(key)
             if found is not None and found[0] in keeping:
-                held = self.update.for_slots(found[0].buckets, found[1], factor * rate)
-                for slot, value in zip(self.update.slots(key), held, strict=False):
+                held = self.update.for_slots(found[0].buckets, found[1], rate)
+                slots = self.update.slots(key, self.update.arithmetic.slots)
+                for slot, value in zip(slots.values(), held, strict=False):
                     values[id(slot)] = value.reshape(slot.shape)
         return values
 
@@ -354,6 +348,11 @@ class Distribution:
     def compressing(self) -> list[GradientExchange]:
         """All exchanges, or none without compression."""
         return [exchange for exchange in self.exchanges if isinstance(exchange, GradientExchange)]
+
+    @property
+    def choosing(self) -> list[AutomaticExchange]:
+        """All exchanges, or none unless compression is auto."""
+        return [exchange for exchange in self.exchanges if isinstance(exchange, AutomaticExchange)]
 
     @property
     def used(self) -> bool:

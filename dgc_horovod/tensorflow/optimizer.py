@@ -10,6 +10,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -98,18 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = backward_passes_per_step
     if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
-    settings = make_settings(
-        compression,
-        num_groups,
-        groups,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-    )
+    settings = make_settings(locals())
     return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
 
 
@@ -160,9 +150,7 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
             "local steps do not support use_ema=True: each rank would average its own weights, so that models differ"
         )
 
-    def again(plain: Optimizer) -> Any:
-        return _distribute(plain, settings, passes, averaged)
-
+    again = partial(_distribute, settings=settings, passes=passes, averaged=averaged)
     wrapped = _adopt(optimizer, LocalOverrides if rounds else Overrides, again)
     weak: Any = weakref.proxy(wrapped)  # the owner of the objects that refer to it
     stride = rounds or (passes if passes > 1 else wrapped.gradient_accumulation_steps or 1)

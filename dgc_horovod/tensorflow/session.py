@@ -14,6 +14,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from dgc_horovod.errors import CollectiveTimeout, UnsupportedUse
+from dgc_horovod.notices import JOINED
 from dgc_horovod.session import base
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
@@ -106,18 +107,15 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         if not self.distribution.takes_part or len(known) != len(grads) or not known:
             own(grads, given)
         else:
-            self._check(known)
+            if self.scaled_by_another:
+                raise UnsupportedUse(self.strategy.no_scaler)
+            for variable in known:
+                if getattr(variable, "overwrite_with_gradient", False):
+                    raise UnsupportedUse(
+                        f"{variable.path!r} is overwritten by its gradient (float8 training), which cannot be "
+                        "combined over ranks; use another dtype policy"
+                    )
             self.strategy.apply(grads, list(known), own)
-
-    def _check(self, variables: Sequence[Any]) -> None:
-        if self.scaled_by_another:
-            raise UnsupportedUse(self.strategy.no_scaler)
-        for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                raise UnsupportedUse(
-                    f"{variable.path!r} is overwritten by its gradient (float8 training), which cannot be combined "
-                    "over ranks; use another dtype policy"
-                )
 
     @contextmanager
     def during(self, application: Application) -> Iterator[None]:
@@ -364,8 +362,9 @@ def _join(*args: object, **kwargs: object) -> Any:
     every = [*_of_optimizers(), *of_tapes.values()]
     if any(each.takes_part and each.compresses for each in every):
         _meet()
-    for each in every:
-        each.joins()
+    for exchange in [exchange for each in every for exchange in each.choosing]:
+        if not exchange.choice.trial.ended:
+            exchange.choice.give_up(JOINED)
     return _stock_call(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +148,11 @@ class Settings:
         return [number.get(source.key, -1) for source in sources]
 
 
-def make_settings(compression: object, num_groups: int, groups: object, **fields: Any) -> Settings:
-    """Check Horovod's arguments.
+def make_settings(given: Mapping[str, Any]) -> Settings:
+    """Check Horovod's arguments, and return the settings.
+
+    Args:
+        given: arguments of a factory, by name; others than fields of `Settings` are ignored, but for ``num_groups``.
 
     Raises:
         ConfigError: one is out of range.
@@ -160,14 +163,17 @@ def make_settings(compression: object, num_groups: int, groups: object, **fields
             "eager execution is switched off (a TensorFlow 1 graph); dgc_horovod needs TensorFlow 2: remove "
             "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
         )
+    compression, groups = given["compression"], given["groups"]
     if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None:
-        config.check_reduction(fields["op"] == hvd.Average)
+        config.check_reduction(given["op"] == hvd.Average)
+    names = {field.name for field in dataclasses.fields(Settings)}
+    fields = {name: value for name, value in given.items() if name in names}
     # each call of Compression.dgc() makes another object, of one config
-    own = compression if config is None else None
-    settings = Settings(own, config, groups=_groups(groups if groups is not None else num_groups), **fields)
+    fields |= {"compression": compression if config is None else None, "config": config}
+    settings = Settings(**{**fields, "groups": _groups(groups if groups is not None else given["num_groups"])})
     if config is not None and config.automatic and envvars.horovod_elastic():
         if hvd.rank() == 0:
             tell_stock(

@@ -26,13 +26,7 @@ from dgc_horovod.state.parts import CHANGES, is_flushed
 from dgc_horovod.state.residual_state import FROZEN_SINCE, UNDECIDED, ResidualState
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.session import Session, passes_of, session_of
-from dgc_horovod.tensorflow.variables import (
-    is_frozen,
-    key_of,
-    native,
-    own_variables,
-    shared_variables,
-)
+from dgc_horovod.tensorflow.variables import is_frozen, key_of, native, own_variables, shared_variables
 
 _log = logging.getLogger("dgc_horovod")
 _HEAD, _OUTER, _TRAINED, _EXCHANGED = "head", "outer", "trained", "exchanged"
@@ -178,21 +172,22 @@ class _Saved:
             NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
         ) as error:  # fmt: skip
             raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
-        head = checked(what, head, _HEAD_KINDS, (_OUTER, _TRAINED, _EXCHANGED))
+        head = checked(what, head, _HEAD_KINDS)
         numbers = [str(i) for i in range(len(head["variables"]))]
         if missing := [number for number in numbers if number not in arrays]:
             raise CheckpointError(f"{what}: array {missing[0]!r} is missing")
-        if head.get(_OUTER, 0) > len(numbers):
+        if head[_OUTER] > len(numbers):
             raise CheckpointError(f"{what}: {_OUTER} is {head[_OUTER]}, and there are {len(numbers)} variables")
         return cls(name, head, [arrays[number] for number in numbers])
 
-    def _others(self, outer: list[tf.Variable]) -> int:
-        """Return the number of variables without outer momenta, which files of earlier versions do not count."""
-        return len(self.values) - int(self.head.get(_OUTER, len(outer)))
+    @property
+    def _others(self) -> int:
+        """Number of variables without outer momenta."""
+        return len(self.values) - int(self.head[_OUTER])
 
     def check(self, variables: list[tf.Variable], outer: list[tf.Variable]) -> None:
         """Raise CheckpointError unless the variables can be set; outer momenta may be missing now, or in the file."""
-        others, given = self._others(outer), self.head["variables"]
+        others, given = self._others, self.head["variables"]
         ours, momenta = ([_described(variable) for variable in each] for each in (variables, outer))
         if ours != given[:others] or (momenta and given[others:] and momenta != given[others:]):
             raise CheckpointError(
@@ -210,10 +205,9 @@ class _Saved:
 
     def assign(self, variables: list[tf.Variable], outer: list[tf.Variable], rank: int) -> None:
         """Set the variables; outer momenta that were not saved begin with zero."""
-        others = self._others(outer)
         for variable, value in zip((*variables, *outer), self.values, strict=False):
             variable.assign(np.frombuffer(value.tobytes(), variable.numpy().dtype).reshape(variable.shape))
-        if bool(outer) == (len(self.values) > others):
+        if bool(outer) == bool(self.head[_OUTER]):
             return
         for momentum in outer:
             momentum.assign(tf.zeros_like(momentum))
@@ -249,14 +243,14 @@ def _of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[in
 
     Args:
         state: record of this rank.
-        then, now: results of `_trained_in`; there is no `then` in checkpoints of earlier versions.
+        then, now: results of `_trained_in`.
 
     Raises:
         CheckpointError: the residuals are of other weights, and not flushed.
     """
-    if not state.tensors or _TRAINED not in then:
+    if not state.tensors:
         return state
-    exchanged = then.get(_EXCHANGED)
+    exchanged = then[_EXCHANGED]
     if now[_EXCHANGED] is not None and exchanged is not None:
         one, other = exchanged, now[_EXCHANGED]
     else:  # a trained variable without a gradient is not exchanged

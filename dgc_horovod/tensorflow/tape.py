@@ -77,18 +77,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     if isinstance(gradtape, _DistributedTape):
         raise UnsupportedUse("this tape is already a DistributedGradientTape; wrap the tf.GradientTape itself")
     refuse_own_methods(gradtape, "DistributedGradientTape")
-    settings = make_settings(
-        compression,
-        num_groups,
-        groups,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-    )
+    settings = make_settings(locals())
     if settings.config is not None and settings.config.automatic:
         if hvd.rank() == 0:
             _tell_stock_once(_NO_OPTIMIZER, STOCK)

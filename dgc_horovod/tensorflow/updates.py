@@ -29,7 +29,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, ResidualState
 from dgc_horovod.tensorflow.variables import Key, native
 
 _log = logging.getLogger("dgc_horovod")
@@ -113,7 +113,7 @@ class Update:
     def _options(self) -> Options:
         return options_of(self.optimizer) if self.arithmetic.is_split else Options()
 
-    def _slots(self, key: Key, parts: Collection[str]) -> dict[str, tf.Variable]:
+    def slots(self, key: Key, parts: Collection[str]) -> dict[str, tf.Variable]:
         """Return the optimizer's slots of the variable `key`, by part; none for SGD without momentum."""
         lists = {part: getattr(self.optimizer, SLOTS[part]) for part in parts}
         index = self.optimizer._trainable_variables_indices if parts else {}
@@ -129,11 +129,7 @@ class Update:
         options = self._options._replace(rate=rate)  # made once for all of them
         return {name: self.arithmetic.accumulation(options, buckets, name) for name in buckets.compressed}
 
-    # -- the optimizer's slots
-
-    def slots(self, key: Key) -> list[tf.Variable]:
-        """Return the optimizer's slots of the variable `key` that the engine replaces."""
-        return list(self._slots(key, self.arithmetic.slots).values())
+    # -- the optimizer's slots that the engine replaces
 
     def take_over(
         self, buckets: OptimizerExchange, name: str, slots: list[np.ndarray], rate: float, iterations: int
@@ -143,8 +139,8 @@ class Update:
         Args:
             buckets: exchange of the optimizer.
             name: name of the variable there.
-            slots: values of the optimizer's variables that `slots` names, whole and flat, float32.
-            rate: learning rate; for a sum over ranks, times their number.
+            slots: values of the optimizer's variables that ``arithmetic.slots`` names, whole and flat, float32.
+            rate: learning rate.
             iterations: number of steps that the optimizer has made, >= 0.
         """
         if buckets.second[name].known or not slots[-1].any():
@@ -152,27 +148,15 @@ class Update:
         share = 1 if buckets.averages else buckets.workers  # each rank has its part of a sum
         owed: np.ndarray = slots[0] * np.float32(self.arithmetic.owes(self._options) / share)
         if MOMENTUM in self.arithmetic.slots:  # Keras' velocity is -lr times the sum of past gradients
-            owed = slots[0] / np.float32(-rate) if rate else np.zeros_like(slots[0])
+            owed = slots[0] / np.float32(-rate * share) if rate else np.zeros_like(slots[0])
         taken = dict(zip(self.arithmetic.slots, [owed, *slots[1:]], strict=True))
         self.arithmetic.take_over(buckets, name, taken, self._options, max(1, iterations))
 
     def for_slots(self, buckets: OptimizerExchange, name: str, rate: float) -> list[np.ndarray]:
         """Return the engine's state as values of the optimizer's slots, for a file; [] if the slots have it."""
         found = self.arithmetic.give_back(buckets, name, self._options, int(self.optimizer.iterations))
-        return [np.float32(-rate) * x if part == MOMENTUM else x for part, x in found.items()]
-
-    def own(self, key: Key) -> Arrays:
-        """Return the slots of the variable `key` that are this rank's own, for its record."""
-        slots = self._slots(key, self.arithmetic.own)
-        own = {part: slot.numpy().astype(np.float32).reshape(-1) for part, slot in slots.items()}
-        return own if all(np.isfinite(x).all() for x in own.values()) else {}  # files refuse values that are not finite
-
-    def take_own(self, key: Key, arrays: Arrays) -> None:
-        """Restore the slots in `arrays`."""
-        with tf.init_scope():  # the first step may be under construction
-            for part, slot in self._slots(key, self.arithmetic.own).items():
-                if part in arrays:
-                    slot.assign(tf.cast(arrays[part].reshape(slot.shape), slot.dtype))
+        factor = np.float32(-rate * (1 if buckets.averages else buckets.workers))  # a sum is shared out
+        return [factor * x if part == MOMENTUM else x for part, x in found.items()]
 
     # -- nothing left behind
 
@@ -211,7 +195,7 @@ class Update:
         return tf.cond(known, apply, lambda: tf.identity(left[RESIDUAL]))
 
     def _apply(self, change: Change, key: Key, variable: tf.Variable, rate: tf.Tensor | float) -> Any:
-        slots, rate = self._slots(key, self.arithmetic.slots), rate if change.rate is None else change.rate
+        slots, rate = self.slots(key, self.arithmetic.slots), rate if change.rate is None else change.rate
         if change.momentum is not None and MOMENTUM in slots:
             slots[MOMENTUM].assign_add(tf.cast(-rate * change.momentum, slots[MOMENTUM].dtype))
         for part, x in change.slots.items():

@@ -146,9 +146,11 @@ class GradientExchange(Exchange):
     Attributes:
         bucketed: indices of the variables in buckets; the others are on the dense path.
         kept: its state, in parts.
+        keeps_state: whether the engines hold u and v, and not the optimizer's slots.
     """
 
     steps: HostSteps
+    keeps_state = True
 
     def __init__(self, steps: HostSteps) -> None:
         half = steps.config.dense_values == "fp16"
@@ -160,22 +162,6 @@ class GradientExchange(Exchange):
         self._weights = WeightsWatch(steps)
         self.kept = StateRegister(steps, self.update.arithmetic.holds)
         self.kept.register(OwnSlots(steps))
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the engines hold u and v, and not the optimizer's slots."""
-        return True
-
-    @property
-    def compresses(self) -> bool:
-        """Whether the next step may be compressed, so that no rank may be in join."""
-        return True
-
-    def give_up(self, why: str) -> None:
-        """End a trial of compression auto, and go back to stock Horovod's exchange; `why`: reason, for the log."""
-
-    def joins(self) -> None:
-        """End a trial of compression auto without a choice: this rank is about to call ``hvd.join()``."""
 
     def follow(self, other: GradientExchange) -> None:
         """Continue the warm-up of `other`, if it had some of these variables, and their residuals, before."""
@@ -228,7 +214,8 @@ class GradientExchange(Exchange):
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Move the optimizer's slots into the engines, at the first step and after a checkpoint was loaded."""
         indices = [i for i, source in enumerate(self.sources) if source.key in self.compressed]
-        slots = [slot for i in indices for slot in self.update.slots(self.sources[i].key)]
+        parts = self.update.arithmetic.slots
+        slots = [slot for i in indices for slot in self.update.slots(self.sources[i].key, parts).values()]
         if not slots:
             return started
 
@@ -326,8 +313,10 @@ class OwnSlots(StatePart):
     def put(self, state: ResidualState) -> None:
         """See `StatePart`."""
         for number, source in self._sources.items():
-            if slots := self._update.own(source.key):
-                state.tensors[number] = {**state.tensors.get(number, {}), **slots}
+            slots = self._update.slots(source.key, self._update.arithmetic.own)
+            own = {part: slot.numpy().astype(np.float32).reshape(-1) for part, slot in slots.items()}
+            if own and all(np.isfinite(x).all() for x in own.values()):  # files refuse values that are not finite
+                state.tensors[number] = {**state.tensors.get(number, {}), **own}
 
     def without(self, state: ResidualState) -> ResidualState:
         """See `StatePart`."""
@@ -337,4 +326,8 @@ class OwnSlots(StatePart):
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
         for number in self._sources.keys() & state.tensors.keys():
-            self._update.take_own(self._sources[number].key, state.tensors[number])
+            arrays = state.tensors[number]
+            slots = self._update.slots(self._sources[number].key, self._update.arithmetic.own)
+            with tf.init_scope():  # the first step may be under construction
+                for part in slots.keys() & arrays.keys():
+                    slots[part].assign(tf.cast(arrays[part].reshape(slots[part].shape), slots[part].dtype))

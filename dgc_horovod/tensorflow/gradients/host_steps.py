@@ -57,13 +57,15 @@ class HostCalls:
 
     def call(
         self,
-        method: Callable[..., Sequence[Any]],
+        method: Callable[..., Sequence[Any] | None],
         inputs: Sequence[Any],
-        dtypes: Sequence[Any],
+        dtypes: Sequence[Any] = (tf.bool,),
         *first: object,
         kernels: Any = None,
     ) -> list[tf.Tensor]:
         """Return the tensors of ``method(*first, *inputs)``, which is called when the graph runs; see `host_call`.
+
+        The tensor of a method that returns nothing is True.
 
         TensorFlow keeps the graphs of deleted models, so a graph refers to the object of `method` weakly, and `first`
         must not refer to it: u and v are freed with their optimizer.
@@ -75,7 +77,8 @@ class HostCalls:
             if alive is None:
                 raise UnsupportedUse(_OUTLIVES)
             try:
-                return alive(*first, *arrays)
+                found = alive(*first, *arrays)
+                return [np.bool_(True)] if found is None else found
             except ReferenceError:  # the optimizer is deleted already
                 raise UnsupportedUse(_OUTLIVES) from None
             except DGCError as error:
@@ -254,7 +257,7 @@ class HostSteps(HostCalls, Holder):
                 "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
             )
 
-    def take_over(self, indices: Sequence[int], rate: np.ndarray, *slots: np.ndarray) -> list[Any]:
+    def take_over(self, indices: Sequence[int], rate: np.ndarray, *slots: np.ndarray) -> None:
         """Move the values of the optimizer's slots into the engines.
 
         Args:
@@ -263,11 +266,10 @@ class HostSteps(HostCalls, Holder):
             slots: values of all slots, variable by variable; each has the same number of them.
         """
         flat = [slot.reshape(-1).astype(np.float32, copy=False) for slot in slots]
-        factor, each = 1 if self.buckets.averages else self.buckets.workers, len(slots) // len(indices)
+        each = len(slots) // len(indices)
         for place, i in enumerate(indices):
             mine = flat[place * each :][:each]
-            self.update.take_over(self.buckets, self.names[i], mine, float(rate) * factor, self._iterations)
-        return [np.bool_(True)]
+            self.update.take_over(self.buckets, self.names[i], mine, float(rate), self._iterations)
 
     def compress(self, index: int, _: Array, *gradients: Array) -> list[Array]:
         """Compress the gradients of bucket `index`; return the message of its first round, as `BucketRun.triple`."""
@@ -355,20 +357,17 @@ class HostSteps(HostCalls, Holder):
         if not finite:
             if self._dense:
                 self.buckets.drop_residuals()
-            self._tell_skipped()
+            stop_if_skipped(self.buckets)
+            key, text = of_skipped(self.buckets)
+            if key not in self._told and self.collectives.rank == 0:
+                self._told.add(key)
+                _log.warning("dgc_horovod: %s%s", text, OF_A_TAPE if self.update.is_tapes else "")
         return [np.bool_(finite)]
 
     def count_alone(self, passes: int, calls: np.ndarray) -> list[Any]:
         """Count the local steps of a round, of `passes` calls each; the last one is counted with the exchange."""
         self.counts.steps_alone += max(0, int(calls) // passes - 1)
         return [np.int64(calls)]
-
-    def _tell_skipped(self) -> None:
-        stop_if_skipped(self.buckets)
-        key, text = of_skipped(self.buckets)
-        if key not in self._told and self.collectives.rank == 0:
-            self._told.add(key)
-            _log.warning("dgc_horovod: %s%s", text, OF_A_TAPE if self.update.is_tapes else "")
 
 
 def _number_of(name: str) -> str:

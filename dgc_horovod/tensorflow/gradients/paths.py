@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -56,41 +56,36 @@ class DensePath:
         """Return the combined gradient for each index."""
         if self._collectives.alone:
             return dict(gradients)
-        sparse = {i: g for i, g in gradients.items() if isinstance(g, tf.IndexedSlices)}
-        dense = {i: g for i, g in gradients.items() if i not in sparse}
-        with tf.device(self._settings.device_sparse):
-            results: dict[int, Gradient] = {i: self._gathered(g, i) for i, g in sparse.items()}
-        with tf.device(self._settings.device_dense):
-            grouped: dict[int, dict[int, tf.Tensor]] = {}
-            for i, g in dense.items():
+        results: dict[int, Gradient] = {}
+        together: dict[str, list[int]] = {}  # indices of dense gradients, by name of their collective
+        for i, gradient in gradients.items():
+            if isinstance(gradient, tf.IndexedSlices):
+                with tf.device(self._settings.device_sparse):
+                    results[i] = self._gathered(gradient, i)
+            else:
                 group = self._groups[i]
-                if group < 0:
-                    results[i] = self._reduced(g, i)
-                else:
-                    grouped.setdefault(group, {})[i] = g
-            for group, members in grouped.items():
-                results.update(self._reduced_together(group, members))
+                together.setdefault(f"dense.{i}" if group < 0 else f"dense.group.{group}", []).append(i)
+        with tf.device(self._settings.device_dense):
+            for name, members in together.items():
+                given = [gradients[i] for i in members]
+                results.update(zip(members, self._reduced(given, name, self._groups[members[0]] >= 0), strict=True))
         return results
 
-    def _coded(self, gradient: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        """Return the tensor that is sent for `gradient`, and the function that decodes the combined ones."""
-        fits = tf.cast(gradient, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype))
-        sent, context = self._compression.compress(fits)
-        return sent, lambda combined: tf.cast(self._compression.decompress(combined, context), gradient.dtype)
-
-    def _reduced(self, gradient: tf.Tensor, i: int) -> tf.Tensor:
-        sent, decoded = self._coded(gradient)
-        return decoded(self._collectives.allreduce(sent, f"dense.{i}", self._settings.op, *self._settings.scales))
-
-    def _reduced_together(self, group: int, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        coded = [self._coded(gradient) for gradient in gradients.values()]
-        sent, name = [tensor for tensor, _ in coded], f"dense.group.{group}"
-        reduced = self._collectives.allreduce_together(sent, name, self._settings.op, *self._settings.scales)
-        return {i: decoded(tensor) for i, (_, decoded), tensor in zip(gradients, coded, reduced, strict=True)}
+    def _reduced(self, gradients: Sequence[tf.Tensor], name: str, grouped: bool) -> list[tf.Tensor]:
+        """Return the combined dense gradients of a group, or of one variable in none."""
+        sent = [tf.cast(gradient, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype)) for gradient in gradients]
+        before, after = self._settings.scales
+        how = {"op": self._settings.op, "prescale_factor": before, "postscale_factor": after}
+        operation, given = (hvd.grouped_allreduce, sent) if grouped else (hvd.allreduce, sent[0])
+        reduced = self._collectives.run(operation, given, name, compression=self._compression, **how)
+        found = reduced if grouped else [reduced]
+        return [tf.cast(tensor, gradient.dtype) for tensor, gradient in zip(found, gradients, strict=True)]
 
     def _gathered(self, gradient: tf.IndexedSlices, i: int) -> tf.IndexedSlices:
-        sent, decoded = self._coded(gradient.values)
-        values = decoded(self._collectives.allgather(sent, f"rows.{i}"))
+        fits = tf.cast(gradient.values, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype))
+        sent, context = self._compression.compress(fits)
+        values = self._compression.decompress(self._collectives.allgather(sent, f"rows.{i}"), context)
+        values = tf.cast(values, gradient.dtype)
         if self._settings.averages:
             values = values / self._collectives.size(gradient.dtype)
         # a rank without a gradient sends int64, and all ranks must send the same dtype

@@ -57,20 +57,19 @@ class WeightsWatch:
 
         def look() -> tf.Tensor:
             sound = tf.stack([tf.reduce_all(tf.math.is_finite(weight)) for weight in weights])
-            (looked,) = self._steps.call(self._judge, [due, sound], [tf.bool])
+            (looked,) = self._steps.call(self._judge, [due, sound])
             return looked
 
         done: tf.Tensor = tf.cond(tf.reduce_all(flags) & ~due, lambda: tf.constant(False), look)
         return done
 
-    def _judge(self, due: np.ndarray, sound: np.ndarray) -> list[Any]:
+    def _judge(self, due: np.ndarray, sound: np.ndarray) -> None:
         """Raise NotFinite if the optimizer made such weights; on every rank, as they are the same."""
         buckets, update = self._steps.buckets, self._steps.update
         name = next((name for name, is_sound in zip(self._names, sound, strict=True) if not is_sound), "")
         if due and name:
             raise NotFinite(made_not_finite(buckets.steps - 1, name, update.unknown))
         buckets.ending.spoilt = lambda: name
-        return [np.bool_(True)]
 
 
 _log = logging.getLogger("dgc_horovod")
@@ -147,7 +146,7 @@ class Replicas:
             if self._steps.update.arithmetic.dense_is_stock:
                 (own,) = self._steps.call(self._second, [armed], [tf.float64])
                 theirs = self._collectives.broadcast(own, "replicas.second")
-                set_right += self._steps.call(self._take_second, [theirs], [tf.bool])
+                set_right += self._steps.call(self._take_second, [theirs])
             with tf.control_dependencies(set_right):
                 return tf.constant(True)
 
@@ -157,9 +156,8 @@ class Replicas:
     def _second(self, _: np.ndarray) -> list[Any]:
         return [self._steps.buckets.second.packed()]
 
-    def _take_second(self, theirs: np.ndarray) -> list[Any]:
+    def _take_second(self, theirs: np.ndarray) -> None:
         self._steps.buckets.second.unpack(theirs)
-        return [np.bool_(True)]
 
 
 def _plain(variable: tf.Variable) -> tf.Tensor:

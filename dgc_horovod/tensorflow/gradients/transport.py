@@ -260,30 +260,22 @@ class Collectives:
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the concatenated tensors of all ranks, in rank order."""
-        return self._run(hvd.allgather, tensor, name)
+        return self.run(hvd.allgather, tensor, name)
 
     def alltoall(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send part i of N equal ones to rank i; return the received parts, in rank order."""
-        return self._run(hvd.alltoall, tensor, name)
+        return self.run(hvd.alltoall, tensor, name)
 
-    def allreduce(
-        self, tensor: tf.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
-    ) -> tf.Tensor:
+    def allreduce(self, tensor: tf.Tensor, name: str, op: int = hvd.Sum) -> tf.Tensor:
         """Return the sum or average over the ranks."""
-        return self._run(hvd.allreduce, tensor, name, op=op, prescale_factor=prescale, postscale_factor=postscale)
-
-    def allreduce_together(
-        self, tensors: list[tf.Tensor], name: str, op: int, prescale: float, postscale: float
-    ) -> list[tf.Tensor]:
-        """Return the sums or averages over the ranks, which are reduced as one operation."""
-        scales = {"prescale_factor": prescale, "postscale_factor": postscale}
-        return self._run(hvd.grouped_allreduce, tensors, name, op=op, **scales)
+        return self.run(hvd.allreduce, tensor, name, op=op)
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
         """Return the tensor of rank `root` of the set."""
-        return self._run(hvd.broadcast, tensor, name, root_rank=self.global_rank(root))
+        return self.run(hvd.broadcast, tensor, name, root_rank=self.global_rank(root))
 
-    def _run(self, operation: Callable[..., Any], tensor: Any, name: str, **more: Any) -> Any:
+    def run(self, operation: Callable[..., Any], tensor: Any, name: str, **more: Any) -> Any:
+        """Return the result of an `operation` of Horovod; `more`: arguments of its own."""
         if self.alone:
             return tensor
         name = self.full_name(name)

@@ -11,6 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from horovod._keras.callbacks import LearningRateScheduleCallbackImpl
 
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
@@ -144,8 +145,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(zip(names, averaged.tolist(), strict=True))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` between two epochs.
+class LearningRateScheduleCallback(LearningRateScheduleCallbackImpl, keras.callbacks.Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` between two epochs; when, is Horovod's code.
 
     Args:
         initial_lr: learning rate that is multiplied, > 0 and finite.
@@ -158,6 +159,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: batches in an epoch; None: asked of Keras.
     """
 
+    steps_per_epoch: int | None
+
     def __init__(
         self,
         initial_lr: float,
@@ -168,14 +171,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(initial_lr, (int, float)) or not 0 < initial_lr < math.inf:
             raise ConfigError(f"initial_lr must be a positive number, got {initial_lr!r}")
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction = staircase, momentum_correction
-        self.steps_per_epoch, self.current_epoch = steps_per_epoch, 0
-        self.multiplier: Callable[[float], float] = (
-            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        super().__init__(
+            None, initial_lr, multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch
         )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -194,20 +193,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """The optimizer with the learning rate: the one inside a LossScaleOptimizer."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.current_epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        epoch = self.current_epoch
-        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
-            return
-        if not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._set(epoch + batch / self.steps_per_epoch)
-        elif batch == 0:
-            self._set(epoch)
-
-    def _set(self, epoch: float) -> None:
+    def _adjust_learning_rate(self, epoch: float) -> None:
         optimizer = self._optimizer
         old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
