@@ -166,7 +166,7 @@ class AutomaticExchange(GradientExchange, StatePart):
             Tensors that are added to its gradients, by number; a tensor that is there once all is handed back.
         """
         owed: dict[int, tf.Tensor] = {}
-        (armed,) = self.steps.call(self.steps.arm, [which], [tf.int64])
+        (armed,) = self.steps.call(self.steps.arm, [which])
         after = [armed]
         for run in self.steps.runs:
             engine, collectives = run.engine, self.collectives

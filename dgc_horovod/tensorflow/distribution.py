@@ -10,6 +10,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
@@ -333,10 +334,11 @@ class Distribution:
             process_set = self.settings.process_set
             self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
 
-    def join(self, shared: dict[str, Any], iterations: int) -> None:
-        """Take over the fields that all ranks share, see `ResidualState.shared`; a newcomer's residuals are empty."""
+    def join(self, iterations: int) -> None:
+        """Take over what all ranks share, see `ResidualState.shared`, from rank 0; a newcomer's residuals are empty."""
         ranks = self.settings.process_set
         state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
+        shared = broadcast_object(state.shared, root_rank=0, name="dgc.elastic.step")
         self.resume(dataclasses.replace(state, **shared), iterations)
 
     @property

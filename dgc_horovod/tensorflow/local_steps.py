@@ -100,7 +100,7 @@ class LocalSteps(Strategy):
         everything = [*rounds.anchors, *rounds.outer, *slots]
         made = optimizer.iterations - 1  # before the last step, as at an exchange of gradients
         found = exchange(rounds.changes(), StepInputs(made, 1.0, rounds.anchors, everything))
-        counted = exchange.steps.call(exchange.steps.count_alone, [rounds.calls], [tf.int64], passes_of(optimizer))
+        counted = exchange.steps.call(exchange.steps.count_alone, [rounds.calls], [tf.bool], passes_of(optimizer))
 
         def apply() -> tf.Tensor:
             rounds.apply(found.gradients)
@@ -311,7 +311,7 @@ def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: Exchang
 
     def left_out() -> tf.Tensor:
         sound = tf.stack([all_finite([native(variable)]) for variable in variables])
-        return host_call(partial(_left_out, counts, names), [finite, sound], [tf.bool])[0]
+        return host_call(partial(_left_out, counts, names), [sound])[0]
 
     def or_zeros(elements: tf.Tensor) -> tf.Tensor:
         elements = tf.convert_to_tensor(elements)
@@ -321,9 +321,8 @@ def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: Exchang
     return [None if grad is None else mapped(grad, or_zeros) for grad in grads]
 
 
-def _left_out(counts: ExchangeStats, names: list[str], finite: np.ndarray, sound: np.ndarray) -> list[Any]:
+def _left_out(counts: ExchangeStats, names: list[str], sound: np.ndarray) -> None:
     leave_out(counts, hvd.rank(), next((name for name, is_sound in zip(names, sound, strict=True) if not is_sound), ""))
-    return [finite]
 
 
 def _like(variable: tf.Variable) -> tf.Variable:

@@ -22,13 +22,11 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import tell_stock
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.local_steps import LocalSteps
 from dgc_horovod.tensorflow.overrides import AgreedScaling, LocalOverrides, Overrides
 from dgc_horovod.tensorflow.session import EveryStep, Session, session_of
 from dgc_horovod.tensorflow.settings import (
-    STOCK,
     Compression,
     Settings,
     clipping_of,
@@ -172,9 +170,7 @@ def _split(optimizer: Optimizer, wrapped: Optimizer, settings: Settings) -> tupl
     except UnsupportedUse as refused:
         if settings.config is None or not settings.config.automatic:
             raise
-        if hvd.rank() == 0:
-            tell_stock(str(refused), STOCK)
-        return settings.as_stock(), update_of(wrapped, kind, None)
+        return settings.as_stock(str(refused)), update_of(wrapped, kind, None)
 
 
 def _distribute_scaler(scaler: keras.optimizers.LossScaleOptimizer, inner: Optimizer) -> Any:

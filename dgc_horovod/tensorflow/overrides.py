@@ -27,7 +27,12 @@ class Methods(UsersClass):
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Save as Keras does; slots that the engine has taken over get its values."""
-        self._dgc.save(self.variables, store)
+        self._dgc.distribution.ownership.look(self._dgc.iterations)
+        rate = float(keras.ops.convert_to_numpy(self._dgc.optimizer.learning_rate))
+        ours = self._dgc.distribution.for_slots(rate)
+        for i, variable in enumerate(self.variables):
+            value = ours.get(id(native(variable)))
+            store[str(i)] = variable.numpy() if value is None else value
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Load as Keras does; u and v, which belong to the weights before, start from zero.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -126,15 +126,6 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         finally:
             self.application = before
 
-    def save(self, variables: Sequence[Any], store: MutableMapping[str, Any]) -> None:
-        """Put variables into a file; slots that the engine has taken over get its values."""
-        self.distribution.ownership.look(self.iterations)
-        rate = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
-        ours = self.distribution.for_slots(rate)
-        for i, variable in enumerate(variables):
-            value = ours.get(id(native(variable)))
-            store[str(i)] = variable.numpy() if value is None else value
-
 
 def session_of(optimizer: object) -> Session | None:
     """Return the session of an optimizer, or of the one inside a LossScaleOptimizer; None if there is none."""
@@ -212,7 +203,8 @@ class ExchangedApplication(Application):
 
     def is_split(self, variable: keras.Variable) -> bool:
         """See `Application`."""
-        return self._split and key_of(variable) in self._variables.compressed
+        exchange = self._variables.exchange
+        return self._split and exchange is not None and key_of(variable) in exchange.compressed
 
 
 class Strategy(base.Strategy[Session, tf.Variable]):

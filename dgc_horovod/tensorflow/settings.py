@@ -121,8 +121,10 @@ class Settings:
             return 1 / tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), tf.float32)
         return 1 / self.process_set.size()
 
-    def as_stock(self) -> Settings:
-        """Return the settings without compression; its `clip_norm` limits the averages."""
+    def as_stock(self, why: str = "") -> Settings:
+        """Return the settings without compression; its `clip_norm` limits the averages. Rank 0 tells `why`."""
+        if why and hvd.rank() == 0:
+            tell_stock(why, STOCK)
         limit = None if self.config is None else self.config.clip_norm
         return dataclasses.replace(self, compression=Compression.none, config=None, clip_norm=limit)
 
@@ -171,15 +173,12 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
         config.check_reduction(given["op"] == hvd.Average)
     names = {field.name for field in dataclasses.fields(Settings)}
     fields = {name: value for name, value in given.items() if name in names}
-    # each call of Compression.dgc() makes another object, of one config
-    fields |= {"compression": compression if config is None else None, "config": config}
-    settings = Settings(**{**fields, "groups": _groups(groups if groups is not None else given["num_groups"])})
+    own = compression if config is None else None  # each call of Compression.dgc() makes another object, of one config
+    groups = _groups(groups if groups is not None else given["num_groups"])
+    settings = Settings(**{**fields, "compression": own, "config": config, "groups": groups})
     if config is not None and config.automatic and envvars.horovod_elastic():
-        if hvd.rank() == 0:
-            tell_stock(
-                "under Horovod Elastic the number of ranks changes, and auto measures for one number only", STOCK
-            )
-        settings, config = settings.as_stock(), None
+        why = "under Horovod Elastic the number of ranks changes, and auto measures for one number only"
+        settings, config = settings.as_stock(why), None
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others are not supported under Keras 3")
     check_predivide(settings.gradient_predivide_factor, settings.averages)

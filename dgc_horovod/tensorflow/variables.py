@@ -183,11 +183,6 @@ class VariableSet:
         self.given = [i for i, kind in enumerate(kinds) if kind != "none"]
         self.active = [i for i in self.given if not local[i]]
 
-    @property
-    def compressed(self) -> set[Key]:
-        """Keys of the variables whose gradients are compressed."""
-        return set() if self.exchange is None else self.exchange.compressed
-
     def completed(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return `gradients` with zeros where this rank has none and another may have one."""
         result = []

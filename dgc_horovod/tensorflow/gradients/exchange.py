@@ -23,7 +23,7 @@ from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.gradients.host_steps import HostCalls, HostSteps, StockSteps
-from dgc_horovod.tensorflow.gradients.paths import TRIPLE, BucketRun, DensePath
+from dgc_horovod.tensorflow.gradients.paths import MESSAGE, BucketRun, DensePath
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
 from dgc_horovod.tensorflow.gradients.transport import Collectives, behind
 from dgc_horovod.tensorflow.variables import Gradient, Key
@@ -124,7 +124,7 @@ class StockExchange(Exchange):
         super().__init__(steps, steps.settings.compression)
 
     def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
-        (started,) = self.steps.call(self.steps.start, [inputs.iterations], [tf.int64])
+        (started,) = self.steps.call(self.steps.start, [inputs.iterations])
         # also after an earlier collective of these names
         gradients = [behind(started, gradient) for gradient in gradients]
         given = dict(enumerate(gradients))
@@ -132,7 +132,7 @@ class StockExchange(Exchange):
         results = [results[i] for i in range(len(gradients))]
         nbytes = self._dense_path.nbytes(gradients)
         with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-            ended = self.steps.call(self.steps.end, [started], [tf.int64], nbytes)
+            ended = self.steps.call(self.steps.end, [started], [tf.bool], nbytes)
         with tf.control_dependencies(ended):
             return Exchanged([tf.identity(result) for result in results])
 
@@ -240,15 +240,15 @@ class GradientExchange(Exchange):
                 mine = [flat[i] for i in run.members]
                 if self._inside is not None:
                     mine = [self._slice(run, self._inside, started, mine)]
-                messages.append(steps.call(steps.compress, [started, *mine], TRIPLE, run.index, kernels=run.kernels))
+                messages.append(steps.call(steps.compress, [started, *mine], MESSAGE, run.index, kernels=run.kernels))
             return messages, whole
         # the norm needs every gradient first
         inputs = [started, *(flat[i] for run in runs for i in run.members), *(flat[i] for i in whole)]
         kernels = runs[0].kernels if runs else None
-        dtypes = [*TRIPLE * len(runs), tf.float32]
+        dtypes = [*MESSAGE * len(runs), tf.float32]
         *tensors, clip = steps.call(steps.compress_clipped, inputs, dtypes, kernels=kernels)
         whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
-        return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
+        return [tensors[n : n + 2] for n in range(0, len(tensors), 2)], whole
 
     def _second(self, started: tf.Tensor, messages: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         """Return the sum over the ranks of their parts of Adam's second moment, once all buckets are compressed."""
@@ -263,7 +263,7 @@ class GradientExchange(Exchange):
     def _armed(self, started: tf.Tensor, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return `started` once `given` is there, and start the clock for the other workers of the node."""
         with tf.control_dependencies(list(given)):
-            (armed,) = self.steps.call(self.steps.arm, [started], [tf.int64])
+            (armed,) = self.steps.call(self.steps.arm, [started])
         return armed
 
     def _averaged(
@@ -287,15 +287,15 @@ class GradientExchange(Exchange):
         received = inside.alltoall(flat, f"{engine.bucket.name}.slices")
         return tf.reduce_mean(tf.reshape(received, [inside.workers, engine.bucket.numel]), 0)
 
-    def _decoded(self, run: BucketRun, triple: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _decoded(self, run: BucketRun, message: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return the updates of a bucket, and whether they are finite."""
-        steps, rounds = self.steps, len(run.alternatives)
-        for number in range(rounds):
-            received = run.carried(steps.transports, number, triple)
-            if number + 1 < rounds:
-                triple = steps.call(steps.next_round, received, TRIPLE, run.index, number + 1, kernels=run.kernels)
+        steps, last = self.steps, len(run.alternatives) - 1
+        for number in range(last):
+            received = [run.carried(steps.transports, number, message)]
+            message = steps.call(steps.next_round, received, MESSAGE, run.index, number, kernels=run.kernels)
+        received = [run.carried(steps.transports, last, message)]
         dtypes = [*[tf.float32] * len(run.members), tf.bool]
-        return steps.call(steps.decode, received, dtypes, run.index, kernels=run.kernels)
+        return steps.call(steps.decode, received, dtypes, run.index, last, kernels=run.kernels)
 
 
 class OwnSlots(StatePart):

@@ -126,9 +126,8 @@ class Blocks:
         return [whole[place] for place in self._places]
 
 
-TRIPLE = [tf.int32, tf.uint8, tf.float32]
+MESSAGE = [tf.int32, tf.uint8]  # index of a collective among those of its round, and bytes
 _Form = tuple[str, str, str] | None
-_NO_BYTES, _NO_FLOATS = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 
 class BucketRun:
@@ -187,28 +186,27 @@ class BucketRun:
                 found[number].setdefault(_form(collective), collective)
         return found
 
-    def triple(self, number: int, buffer: np.ndarray | None) -> list[Any]:
+    def message(self, number: int, buffer: np.ndarray | None) -> list[Any]:
         """Return the message of round `number` for `carried`; `buffer` None: there is no such round."""
         rounds = self.engine.exchange.rounds
         form = _form(rounds[number] if number < len(rounds) else None)
         which = np.int32(list(self.alternatives[number]).index(form))
         if buffer is None:
-            return [which, _NO_BYTES, _NO_FLOATS]
-        if buffer.dtype == np.uint8:  # the engine writes the next message to the same memory
-            return [which, buffer.copy(), _NO_FLOATS]
-        return [which, _NO_BYTES, buffer]
+            return [which, np.empty(0, np.uint8)]
+        # the engine writes the next packet to the same memory
+        return [which, (buffer.copy() if buffer.dtype == np.uint8 else buffer).view(np.uint8)]
 
-    def carried(self, transports: Mapping[str, Any], number: int, triple: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Run round `number`; return a vector of bytes and one of floats, at most one of them not empty."""
-        which, data, floats = triple
+    def carried(self, transports: Mapping[str, Any], number: int, message: list[tf.Tensor]) -> tf.Tensor:
+        """Run round `number`; return the bytes of its result, none if there is no such round."""
+        which, data = message
 
-        def carry(collective: Round | None) -> list[tf.Tensor]:
-            no_bytes, no_floats = tf.zeros([0], tf.uint8), tf.zeros([0], tf.float32)
+        def carry(collective: Round | None) -> tf.Tensor:
             if collective is None:
-                return [no_bytes, no_floats]
-            if collective.dtype == "uint8":
-                return [start(transports, collective, data, self.engine.bucket.name), no_floats]
-            return [no_bytes, start(transports, collective, floats, self.engine.bucket.name)]
+                return tf.zeros([0], tf.uint8)
+            is_packets = collective.dtype == "uint8"
+            given = data if is_packets else tf.bitcast(tf.reshape(data, [-1, 4]), tf.float32)
+            received = start(transports, collective, given, self.engine.bucket.name)
+            return received if is_packets else tf.reshape(tf.bitcast(received, tf.uint8), [-1])
 
         branches = [partial(carry, collective) for collective in self.alternatives[number].values()]
         return branches[0]() if len(branches) == 1 else tf.switch_case(which, branches)

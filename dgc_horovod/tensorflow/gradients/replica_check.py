@@ -129,12 +129,10 @@ class Replicas:
         found = replicas.compared(int(step), names, records[:, 1:].tolist())
         self._check.note(part, int(step), found is None)
         if found is not None:
-            rates, alike_after = (
-                np.ascontiguousarray(records[:, 0]).view(np.float32),
-                self._check.alike_after.get(part, 0),
-            )
+            rates = np.ascontiguousarray(records[:, 0]).view(np.float32)
             options = [{} if self._check.own_options else {"learning rate": str(rate)} for rate in rates]
-            self._check.stop_or_tell(found, [replicas.Circumstances(each, alike_after=alike_after) for each in options])
+            after = self._check.alike_after.get(part, 0)
+            self._check.stop_or_tell(found, [replicas.Circumstances(each, alike_after=after) for each in options])
         return [np.bool_(found is None)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:

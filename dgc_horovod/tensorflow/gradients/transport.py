@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -47,23 +48,31 @@ def kernels_on(device: str | None) -> Kernels:
 
 
 def host_call(
-    function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], kernels: Any = None
+    function: Callable[..., Sequence[Any] | None],
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType] = (tf.bool,),
+    kernels: Any = None,
 ) -> list[tf.Tensor]:
     """Return the tensors of ``function(*inputs)``, which is called when the graph runs.
 
     Args:
         function: function of Arrays of `kernels` (NumPy arrays without) that returns one for each of `dtypes`; those of
-            `_SCALARS` are scalars.
+            `_SCALARS` are scalars. If it returns nothing, the tensor is True.
         inputs: tensors. A NumPy function sees their memory; a torch function gets them by DLPack, on their device.
         dtypes: dtypes of the results.
         kernels: `contract.Kernels` whose arrays the function works on; None: NumPy's.
     """
+
+    def called(*arrays: Array) -> list[Any]:
+        found = function(*arrays)
+        return [np.bool_(True)] if found is None else list(found)
+
     if kernels is None or kernels.array_kind == "numpy":
-        return _as_list(tf.numpy_function(lambda *arrays: list(function(*arrays)), list(inputs), list(dtypes)))
+        return _as_list(tf.numpy_function(called, list(inputs), list(dtypes)))
 
     def through_dlpack(*tensors: tf.Tensor) -> list[tf.Tensor]:
         arrays = [kernels.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)) for tensor in tensors]
-        return [_as_tensor(result, kernels) for result in function(*arrays)]
+        return [_as_tensor(result, kernels) for result in called(*arrays)]
 
     return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
 
@@ -75,10 +84,10 @@ def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
     the graph, in spite of control dependencies: ranks would hang, or apply that result for ever. Nothing is copied.
 
     Args:
-        gate: scalar, an integer >= 0 that a host call has returned.
+        gate: scalar that a host call has returned, True or an integer >= 0.
         tensor: tensor or IndexedSlices.
     """
-    zero = tf.cast(tf.minimum(tf.reshape(gate, [1]), 0), tf.int32)
+    zero = tf.cast(tf.minimum(tf.reshape(tf.cast(gate, tf.int64), [1]), 0), tf.int32)
 
     def same(part: tf.Tensor) -> tf.Tensor:
         # a slice whose begin depends on the gate; TensorFlow would optimize away a reshape, or a product with zeros
@@ -294,20 +303,11 @@ class Collectives:
             reduce: function that makes the operations, and returns their results; its argument is a tensor that is
                 there once the clock runs, see `behind`.
         """
-
-        def arm() -> list[Any]:
-            self.arm(name)
-            return [np.int32(0)]
-
-        def disarm(_: np.ndarray) -> list[Any]:
-            self.watch.disarm()
-            return [np.bool_(True)]
-
         with tf.control_dependencies(tf.nest.flatten(list(given), expand_composites=True)):
-            armed = host_call(arm, [], [tf.int32])
+            armed = host_call(partial(self.arm, name), [])
         results = reduce(armed[0])
         with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-            disarmed = host_call(disarm, armed, [tf.bool])
+            disarmed = host_call(lambda _: self.watch.disarm(), armed)
         with tf.control_dependencies(disarmed):
             return tf.nest.map_structure(tf.identity, results)
 

@@ -175,9 +175,7 @@ class KerasState(ObjectState):
             else:
                 self._session.strategy.meet(share)
             if self._distribution is not None:
-                state = self._distribution.residuals(own=False) or ResidualState(0, 1, averages=True)
-                shared = broadcast_object(state.shared, root_rank=0, name="dgc.elastic.step")
-                self._distribution.join(shared, self._iterations)
+                self._distribution.join(self._iterations)
             self._settled_at = self._iterations
             self._remember()
             super().sync()
