@@ -221,7 +221,7 @@ def keras_names(here: HorovodJob, horovod: ModuleType) -> None:
 
 def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:
     """`ours`, with the weights of ``local_layers`` left to each rank by the method `register` of what it makes."""
-    from dgc_horovod.tensorflow.wrapping.variables import weights_of
+    from dgc_horovod.tensorflow.variables import weights_of
 
     def partial(local_layers: Any = None, **arguments: Any) -> Any:
         variables = weights_of(local_layers)

@@ -39,13 +39,12 @@ if _missing := [name for name in _NEEDED if not hasattr(_keras.optimizers.Optimi
 
 from dgc_horovod.config import DGCConfig  # noqa: E402
 from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
-from dgc_horovod.tensorflow import joining  # noqa: E402
-from dgc_horovod.tensorflow.broadcast import broadcast_variables  # noqa: E402
 from dgc_horovod.tensorflow.gradients.transport import node_process_sets  # noqa: E402
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
+from dgc_horovod.tensorflow.settings import Compression  # noqa: E402
 from dgc_horovod.tensorflow.state import load_checkpoint, save_checkpoint  # noqa: E402
 from dgc_horovod.tensorflow.tape import DistributedGradientTape  # noqa: E402
-from dgc_horovod.tensorflow.wrapping.settings import Compression  # noqa: E402
+from dgc_horovod.tensorflow.variables import broadcast_variables  # noqa: E402
 
 __all__ = [
     "Compression",
@@ -58,5 +57,3 @@ __all__ = [
     "node_process_sets",
     "save_checkpoint",
 ]
-
-joining.install()

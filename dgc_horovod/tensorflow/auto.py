@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,169 +19,16 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, fitted
 from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.parts import StatePart
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND, UNDECIDED, ResidualState
-from dgc_horovod.tensorflow.clipping.of_optimizer import averages_clipped, clipped
 from dgc_horovod.tensorflow.gradients.exchange import Exchanged, GradientExchange, StepInputs
-from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.paths import DensePath
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Settings
-from dgc_horovod.tensorflow.wrapping.variables import Gradient
+from dgc_horovod.tensorflow.gradients.transport import Collectives, behind
+from dgc_horovod.tensorflow.settings import STOCK, Settings, averages_clipped, clipped
+from dgc_horovod.tensorflow.variables import Gradient
 
 HANDED_BACK = "handed back"  # a dense step, before which the ranks' residuals are applied
 BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # kinds of a step, by number
 _NOTHING, _COMPARING, _MEETING = range(3)  # actions of the ranks before a step
-
-
-class GraphChoice(StatePart):
-    """The `Choice` of one optimizer, in its graph.
-
-    Args:
-        steps: steps of its exchange on this rank.
-
-    Attributes:
-        choice: trial of the exchanges.
-        holds: whether the engines may hold state that must be handed back before the optimizer's own steps.
-    """
-
-    def __init__(self, steps: HostSteps) -> None:
-        self._steps, self._collectives = steps, steps.collectives
-        self.choice = Choice(steps.buckets, STOCK, bool(hvd.gloo_enabled()))
-        self.holds = False
-        self._seen = steps.buckets.steps  # number of steps whose times were counted
-        self._given_at = self._waited = 0.0
-        self._asks = False  # whether the link is to be timed, see `Choice.compare`
-        steps.counts.mode = DENSE
-
-    # -- between two steps
-
-    def put(self, state: ResidualState) -> None:
-        """See `StatePart`: the choice, if it was made."""
-        trial = self.choice.trial
-        state.mode = trial.mode if trial.ended else UNDECIDED
-        if self.choice.given_up:
-            state.mode = UNDECIDED if self.holds else DENSE
-
-    def follow(self, other: GraphChoice) -> None:
-        """Hand back the state of `other` too, which may hold residuals of these variables."""
-        self.holds |= other.holds
-        self._seen = self._steps.buckets.steps
-
-    def resume(self, state: ResidualState) -> None:
-        """See `StatePart`."""
-        self._seen = self._steps.buckets.steps
-        self.choice.resume(state.mode)
-        self.holds = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED
-
-    # -- before a step
-
-    def __call__(self, iterations: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the number of the step's branch in `BRANCHES`, and whether it needs `expected`.
-
-        Args:
-            iterations: number of steps that the optimizer has made.
-        """
-        (todo,) = self._steps.call(self._due, [iterations], [tf.int32])
-        # the ranks compare their times; or they see that none is in join, before the first compressed step
-        compared = [partial(self._summed, name, [0.0]) for name in ("times", "all")]
-        done = tf.switch_case(todo, [lambda: tf.constant(True), *compared])
-        with tf.control_dependencies([done]):
-            which, probes = self._steps.call(self._which, [iterations], [tf.int32, tf.bool])
-        return which, probes
-
-    def _due(self, _: np.ndarray) -> list[Any]:
-        choice, made = self.choice, self._steps.buckets.steps
-        if made != self._seen:  # a step has ended
-            self._seen, waited, self._waited = made, self._waited, 0.0
-            if choice.step_ended(time.perf_counter(), waited):
-                return [np.int32(_COMPARING)]
-        begins = choice.trial.mode == COMPRESSED and not (self.holds or choice.given_up)
-        return [np.int32(_MEETING if begins else _NOTHING)]
-
-    def _which(self, iterations: np.ndarray) -> list[Any]:
-        choice, trial = self.choice, self.choice.trial
-        if choice.given_up:
-            trial.stay(DENSE)
-        mode = trial.mode
-        if mode == COMPRESSED:
-            self.holds = True
-        else:
-            self._steps.start_as_stock(iterations)
-        self._steps.counts.mode = mode
-        branch = HANDED_BACK if self.holds and mode != COMPRESSED else mode
-        return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
-
-    def handed_back(self, _: np.ndarray) -> list[Any]:
-        """Note that the engines' state is in the optimizer's slots, the weights, and the gradients of the step now."""
-        self.holds = False
-        self._steps.buckets.second.clear()
-        self._steps.in_slots = True
-        return [np.bool_(True)]
-
-    # -- the optimizer's own step
-
-    def given(self, _: np.ndarray) -> list[Any]:
-        """Note that all gradients of this rank are there, and that it waits for the others'."""
-        self._collectives.arm("gradients")
-        self._given_at = time.perf_counter()
-        return [np.bool_(True)]
-
-    def ended(self, _: np.ndarray) -> list[Any]:
-        """Note that the gradients of all ranks are there."""
-        self._waited = time.perf_counter() - self._given_at
-        self._collectives.watch.disarm()
-        self.choice.count()
-        return [np.bool_(True)]
-
-    # -- comparisons
-
-    def _summed(self, name: str, inputs: Sequence[Any]) -> tf.Tensor:
-        """Return True once the ranks have compared `name`: each gives a vector (`_give`), and takes their sum."""
-        (own,) = self._steps.call(self._give, inputs, [tf.float64], name)
-        (taken,) = self._steps.call(self._take, [self._collectives.allreduce(own, f"auto.{name}")], [tf.bool], name)
-        return taken
-
-    def _give(self, name: str, *clock: np.ndarray) -> list[Any]:
-        self._collectives.arm(f"auto.{name}")
-        if name == "all":
-            return [np.ones(1)]
-        return [np.array(self.choice.own() if name == "times" else self._observed(clock), np.float64)]
-
-    def _take(self, name: str, sums: np.ndarray) -> list[Any]:
-        self._collectives.watch.disarm()
-        if name == "times":
-            self._asks = self.choice.compare(sums.tolist())
-        elif name == "expected":
-            self._asks = False
-            self.choice.expect(sums.tolist())
-        elif round(float(sums[0])) != self._collectives.workers:
-            self.choice.give_up(JOINED)
-        return [np.bool_(True)]
-
-    def expected(self) -> tf.Tensor:
-        """Time the link, and predict the time of a compressed step; in a dense step, after its gradients have arrived.
-
-        Earlier, forward and backward pass would use the threads that a small allreduce needs.
-        """
-        clock, received, dtypes = [], tf.zeros([1]), [tf.float64, tf.float32]
-        for numel in (1, self.choice.probed):
-            for i in range(1 + REPEATS):  # the first one is not timed: ranks arrive, and Horovod learns the name
-                # made by a call: TensorFlow would run a collective on a constant once, when it optimizes the graph
-                began, sent = self._steps.call(self._probe, [received[:1]], dtypes, numel)
-                received = self._collectives.allreduce(sent, f"auto.link.{numel}.{i}")
-                clock.append(began)
-        ended, _ = self._steps.call(self._probe, [received[:1]], dtypes, 0)
-        return self._summed("expected", [*clock, ended])
-
-    def _probe(self, numel: int, _: np.ndarray) -> list[Any]:
-        """Return the time, and what is sent next: `numel` elements."""
-        self._collectives.arm("auto.link")
-        return [np.float64(time.perf_counter()), np.zeros(numel, np.float32)]
-
-    def _observed(self, clock: Sequence[np.ndarray]) -> list[float]:
-        times = np.diff(np.array(clock, np.float64)).tolist()
-        one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
-        return self.choice.observed(one, many, False)
 
 
 def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None) -> Settings:
@@ -206,7 +54,7 @@ def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None
     return dataclasses.replace(settings, config=fitted(config))
 
 
-class AutomaticExchange(GradientExchange):
+class AutomaticExchange(GradientExchange, StatePart):
     """The exchange of an optimizer with compression auto, which takes the fastest one by its own times.
 
     Until it compresses, the optimizer's slots have all of its momentum, and its arithmetic is stock Horovod's. When
@@ -216,37 +64,52 @@ class AutomaticExchange(GradientExchange):
 
     Args:
         steps: see `GradientExchange`.
+
+    Attributes:
+        choice: trial of the exchanges.
     """
 
     def __init__(self, steps: HostSteps) -> None:
         super().__init__(steps)
-        self.auto = GraphChoice(steps)
-        self.kept.register(self.auto)
+        self.choice = Choice(steps.buckets, STOCK, bool(hvd.gloo_enabled()))
+        self.keeps_state = False  # whether the engines may hold state that must be handed back before a stock step
+        self._seen = steps.buckets.steps  # number of steps whose times were counted
+        self._given_at = self._waited = 0.0
+        self._asks = False  # whether the link is to be timed, see `Choice.compare`
+        steps.counts.mode = DENSE
+        weak: Any = weakref.proxy(self)  # or it would be a cycle
+        self.kept.register(weak)
         self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, self.sources)
 
     @property
-    def keeps_state(self) -> bool:
-        return self.auto.holds
-
-    @property
     def compresses(self) -> bool:
-        return self.auto.holds and not self.auto.choice.given_up
-
-    def give_up(self, why: str) -> None:
-        self.auto.choice.give_up(why)
-
-    def joins(self) -> None:
-        if not self.auto.choice.trial.ended:
-            self.give_up(JOINED)
+        """Whether the next step may be compressed, so that no rank may be in join."""
+        return self.keeps_state and not self.choice.given_up
 
     def follow(self, other: GradientExchange) -> None:
-        assert isinstance(other, AutomaticExchange)
+        """Hand back the state of `other` too, which may hold residuals of these variables."""
         super().follow(other)
-        self.give_up(SEVERAL)
-        self.auto.follow(other.auto)
+        assert isinstance(other, AutomaticExchange)
+        for each in (other, self):
+            each.choice.give_up(SEVERAL)
+        self.keeps_state |= other.keeps_state
+        self._seen = self.steps.buckets.steps
+
+    def put(self, state: ResidualState) -> None:
+        """See `StatePart`: the choice, if it was made."""
+        trial = self.choice.trial
+        state.mode = trial.mode if trial.ended else UNDECIDED
+        if self.choice.given_up:
+            state.mode = UNDECIDED if self.keeps_state else DENSE
+
+    def resume(self, state: ResidualState) -> None:
+        """See `StatePart`."""
+        self._seen = self.steps.buckets.steps
+        self.choice.resume(state.mode)
+        self.keeps_state = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED
 
     def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
-        which, probes = self.auto(inputs.iterations)
+        which, probes = self._branch(inputs.iterations)
         # errors that all ranks have are raised before anything is sent
         inputs = inputs._replace(iterations=behind(which, inputs.iterations))
         gradients = [behind(which, tf.convert_to_tensor(gradient)) for gradient in gradients]
@@ -257,15 +120,12 @@ class AutomaticExchange(GradientExchange):
             results, finite, dense = compress(own, inputs)
             return [*results, finite, tf.constant(False) if dense is None else dense]
 
-        def handed_back() -> list[tf.Tensor]:
-            return self._stock(gradients, probes, *self._handed_back(which, inputs))
-
-        branches = {
-            DENSE: lambda: self._stock(gradients, probes),
-            COMPRESSED: compressed,
-            HANDED_BACK: handed_back,
-        }
-        *results, finite, dense = tf.switch_case(which, [branches[name] for name in BRANCHES])
+        branches = [  # in the order of `BRANCHES`
+            lambda: self._stock(gradients, probes),
+            compressed,
+            lambda: self._stock(gradients, probes, *self._handed_back(which, inputs)),
+        ]
+        *results, finite, dense = tf.switch_case(which, branches)
         return Exchanged(results, finite, dense if self.update.arithmetic.is_split else None)
 
     def _stock(
@@ -283,16 +143,16 @@ class AutomaticExchange(GradientExchange):
             owed: tensors that are added to some of the averages, by number.
             after: tensors that must be there before the step ends.
         """
-        auto, owed = self.auto, owed or {}
+        owed = owed or {}
         # otherwise every operation of the branch would wait for all
         gradients = [tf.identity(gradient) for gradient in gradients]
         with tf.control_dependencies(gradients):
-            (given,) = self.steps.call(auto.given, [probes], [tf.bool])
+            (given,) = self.steps.call(self._given, [probes])
         found = self._stock_path(dict(enumerate(gradients)))
         results = [found[i] for i in range(len(gradients))]
         with tf.control_dependencies([given, *after, *results]):
-            ends = tf.cond(probes, auto.expected, lambda: tf.constant(True))
-            (applied,) = self.steps.call(auto.ended, [ends], [tf.bool])  # stock arithmetic skips nothing
+            ends = tf.cond(probes, self._expected, lambda: tf.constant(True))
+            (applied,) = self.steps.call(self._ended, [ends])  # stock arithmetic skips nothing
         results = averages_clipped(results, self.update.optimizer, self.settings)
         results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]
         # `owed` is of many steps: a limit for one step would cut it
@@ -306,13 +166,12 @@ class AutomaticExchange(GradientExchange):
             Tensors that are added to its gradients, by number; a tensor that is there once all is handed back.
         """
         owed: dict[int, tf.Tensor] = {}
-        (armed,) = self.steps.call(self.steps.arm, [which], [tf.int64])
+        (armed,) = self.steps.call(self.steps.arm, [which])
         after = [armed]
         for run in self.steps.runs:
             engine, collectives = run.engine, self.collectives
             parts = (RESIDUAL,) if engine.bucket.uncompressed else self.update.parts
-            dtypes = [tf.float32] * len(parts)
-            kept = self.steps.call(self._kept, [armed], dtypes, run.index, parts)
+            kept = self.steps.call(self._kept, [armed], [tf.float32] * len(parts), run.index, parts)
             whole = {}
             for part, vector in zip(parts, kept, strict=True):
                 vector.set_shape([engine.whole.numel])
@@ -324,13 +183,12 @@ class AutomaticExchange(GradientExchange):
             for segment, i in zip(engine.whole.segments, run.members, strict=True):
                 source = self.sources[i]
                 left = {part: tf.reshape(x[segment.place], source.shape) for part, x in whole.items()}
-                later = self.update.hand_back(
-                    source.key, inputs.weights[i], left, inputs.rate, source.key in self.compressed
-                )
+                is_compressed = source.key in self.compressed
+                later = self.update.hand_back(source.key, inputs.weights[i], left, inputs.rate, is_compressed)
                 if later is not None:
                     owed[i] = later
         with tf.control_dependencies(after):
-            return owed, self.steps.call(self.auto.handed_back, [armed], [tf.bool])
+            return owed, self.steps.call(self._emptied, [armed])
 
     def _kept(self, index: int, parts: Sequence[str], _: np.ndarray) -> list[Any]:
         """Return this rank's state of a bucket, by part, see `BucketEngine.as_one_of_all`, and clear it."""
@@ -340,3 +198,108 @@ class AutomaticExchange(GradientExchange):
         self.steps.counts.traffic.count_allreduce(sum(part.nbytes for part in kept), self.collectives.workers)
         run.engine.clear()
         return kept + second
+
+    # -- before a step
+
+    def _branch(self, iterations: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the number of the step's branch in `BRANCHES`, and whether it needs `expected`.
+
+        Args:
+            iterations: number of steps that the optimizer has made.
+        """
+        (todo,) = self.steps.call(self._due, [iterations], [tf.int32])
+        # the ranks compare their times; or they see that none is in join, before the first compressed step
+        compared = [partial(self._summed, name, [0.0]) for name in ("times", "all")]
+        done = tf.switch_case(todo, [lambda: tf.constant(True), *compared])
+        with tf.control_dependencies([done]):
+            which, probes = self.steps.call(self._which, [iterations], [tf.int32, tf.bool])
+        return which, probes
+
+    def _due(self, _: np.ndarray) -> list[Any]:
+        choice, made = self.choice, self.steps.buckets.steps
+        if made != self._seen:  # a step has ended
+            self._seen, waited, self._waited = made, self._waited, 0.0
+            if choice.step_ended(time.perf_counter(), waited):
+                return [np.int32(_COMPARING)]
+        begins = choice.trial.mode == COMPRESSED and not (self.keeps_state or choice.given_up)
+        return [np.int32(_MEETING if begins else _NOTHING)]
+
+    def _which(self, iterations: np.ndarray) -> list[Any]:
+        choice, trial = self.choice, self.choice.trial
+        if choice.given_up:
+            trial.stay(DENSE)
+        mode = trial.mode
+        if mode == COMPRESSED:
+            self.keeps_state = True
+        else:
+            self.steps.start_as_stock(iterations)
+        self.steps.counts.mode = mode
+        branch = HANDED_BACK if self.keeps_state and mode != COMPRESSED else mode
+        return [np.int32(BRANCHES.index(branch)), np.bool_(self._asks)]
+
+    def _emptied(self, _: np.ndarray) -> None:
+        """Note that the engines' state is in the optimizer's slots, the weights, and the gradients of the step now."""
+        self.keeps_state = False
+        self.steps.buckets.second.clear()
+        self.steps.in_slots = True
+
+    # -- the optimizer's own step
+
+    def _given(self, _: np.ndarray) -> None:
+        """Note that all gradients of this rank are there, and that it waits for the others'."""
+        self.collectives.arm("gradients")
+        self._given_at = time.perf_counter()
+
+    def _ended(self, _: np.ndarray) -> None:
+        """Note that the gradients of all ranks are there."""
+        self._waited = time.perf_counter() - self._given_at
+        self.collectives.watch.disarm()
+        self.choice.count()
+
+    # -- comparisons
+
+    def _summed(self, name: str, inputs: Sequence[Any]) -> tf.Tensor:
+        """Return True once the ranks have compared `name`: each gives a vector (`_give`), and takes their sum."""
+        (own,) = self.steps.call(self._give, inputs, [tf.float64], name)
+        (taken,) = self.steps.call(self._take, [self.collectives.allreduce(own, f"auto.{name}")], [tf.bool], name)
+        return taken
+
+    def _give(self, name: str, *clock: np.ndarray) -> list[Any]:
+        self.collectives.arm(f"auto.{name}")
+        if name == "all":
+            return [np.ones(1)]
+        if name == "times":
+            return [np.array(self.choice.own())]
+        times = np.diff(np.array(clock)).tolist()
+        one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
+        return [np.array(self.choice.observed(one, many, False))]
+
+    def _take(self, name: str, sums: np.ndarray) -> None:
+        self.collectives.watch.disarm()
+        if name == "times":
+            self._asks = self.choice.compare(sums.tolist())
+        elif name == "expected":
+            self._asks = False
+            self.choice.expect(sums.tolist())
+        elif round(float(sums[0])) != self.collectives.workers:
+            self.choice.give_up(JOINED)
+
+    def _expected(self) -> tf.Tensor:
+        """Time the link, and predict the time of a compressed step; in a dense step, after its gradients have arrived.
+
+        Earlier, forward and backward pass would use the threads that a small allreduce needs.
+        """
+        clock, received, dtypes = [], tf.zeros([1]), [tf.float64, tf.float32]
+        for numel in (1, self.choice.probed):
+            for i in range(1 + REPEATS):  # the first one is not timed: ranks arrive, and Horovod learns the name
+                # made by a call: TensorFlow would run a collective on a constant once, when it optimizes the graph
+                began, sent = self.steps.call(self._probe, [received[:1]], dtypes, numel)
+                received = self.collectives.allreduce(sent, f"auto.link.{numel}.{i}")
+                clock.append(began)
+        ended, _ = self.steps.call(self._probe, [received[:1]], dtypes, 0)
+        return self._summed("expected", [*clock, ended])
+
+    def _probe(self, numel: int, _: np.ndarray) -> list[Any]:
+        """Return the time, and what is sent next: `numel` elements."""
+        self.collectives.arm("auto.link")
+        return [np.float64(time.perf_counter()), np.zeros(numel, np.float32)]

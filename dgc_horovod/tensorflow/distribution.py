@@ -10,6 +10,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
@@ -19,7 +20,7 @@ from dgc_horovod.core.budget import HOST_SPEED
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.notices import SEVERAL, describe
+from dgc_horovod.notices import describe
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.state.parts import check_kept
 from dgc_horovod.state.residual_state import ResidualState
@@ -29,10 +30,9 @@ from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.replica_check import compare_weights
 from dgc_horovod.tensorflow.gradients.transport import Collectives, transports
-from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import (
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.updates import Holder, SlotOwnership, Update
+from dgc_horovod.tensorflow.variables import (
     Gradient,
     Key,
     Source,
@@ -91,12 +91,7 @@ class Distribution:
     def compresses(self) -> bool:
         """Whether gradients are compressed now, or from the first step on."""
         config = self.settings.config
-        return config is not None and (not config.automatic or any(each.compresses for each in self.compressing))
-
-    def joins(self) -> None:
-        """Prepare for ``hvd.join()``, which this rank is about to call, as all will."""
-        for exchange in self.compressing:
-            exchange.joins()
+        return config is not None and (not config.automatic or any(each.compresses for each in self.choosing))
 
     def topology_for(self, shapes: Sequence[Sequence[int]]) -> Topology:
         """Return the nodes that the exchange uses; at the first call, made by all ranks, they agree on them.
@@ -227,7 +222,6 @@ class Distribution:
         steps = HostSteps(sources, self.settings, config, groups, self.update, self.ownership, number)
         exchange = AutomaticExchange(steps) if config.automatic else GradientExchange(steps)
         for each in self.compressing:  # the new one may need their state
-            each.give_up(SEVERAL)
             exchange.follow(each)
         if self.ownership.loaded is not None:
             exchange.kept.resume(self.ownership.loaded)
@@ -258,13 +252,13 @@ class Distribution:
                 "dgc_horovod: the momentum that load_checkpoint has read is missing in this file: make a step before "
                 "saving, or call flush() on every rank"
             )
-        factor = 1 if self.settings.averages else self.settings.process_set.size()  # a sum is shared out
         keeping = self._keeping
         for key in self.compressed:
             found = self.ownership.find(key)
             if found is not None and found[0] in keeping:
-                held = self.update.for_slots(found[0].buckets, found[1], factor * rate)
-                for slot, value in zip(self.update.slots(key), held, strict=False):
+                held = self.update.for_slots(found[0].buckets, found[1], rate)
+                slots = self.update.slots(key, self.update.arithmetic.slots)
+                for slot, value in zip(slots.values(), held, strict=False):
                     values[id(slot)] = value.reshape(slot.shape)
         return values
 
@@ -340,10 +334,11 @@ class Distribution:
             process_set = self.settings.process_set
             self.resume(state.carried_on(process_set.rank(), process_set.size()), iterations)
 
-    def join(self, shared: dict[str, Any], iterations: int) -> None:
-        """Take over the fields that all ranks share, see `ResidualState.shared`; a newcomer's residuals are empty."""
+    def join(self, iterations: int) -> None:
+        """Take over what all ranks share, see `ResidualState.shared`, from rank 0; a newcomer's residuals are empty."""
         ranks = self.settings.process_set
         state = self.residuals(own=False) or ResidualState(ranks.rank(), ranks.size(), self.settings.averages)
+        shared = broadcast_object(state.shared, root_rank=0, name="dgc.elastic.step")
         self.resume(dataclasses.replace(state, **shared), iterations)
 
     @property
@@ -355,6 +350,11 @@ class Distribution:
     def compressing(self) -> list[GradientExchange]:
         """All exchanges, or none without compression."""
         return [exchange for exchange in self.exchanges if isinstance(exchange, GradientExchange)]
+
+    @property
+    def choosing(self) -> list[AutomaticExchange]:
+        """All exchanges, or none unless compression is auto."""
+        return [exchange for exchange in self.exchanges if isinstance(exchange, AutomaticExchange)]
 
     @property
     def used(self) -> bool:

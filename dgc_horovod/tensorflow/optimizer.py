@@ -10,6 +10,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,14 +22,19 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import tell_stock
-from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of, with_clipping
 from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.session.local import LocalSteps
-from dgc_horovod.tensorflow.session.overrides import AgreedScaling, LocalOverrides, Overrides
-from dgc_horovod.tensorflow.session.session import EveryStep, Session, session_of
+from dgc_horovod.tensorflow.local_steps import LocalSteps
+from dgc_horovod.tensorflow.overrides import AgreedScaling, LocalOverrides, Overrides
+from dgc_horovod.tensorflow.session import EveryStep, Session, session_of
+from dgc_horovod.tensorflow.settings import (
+    Compression,
+    Settings,
+    clipping_of,
+    make_settings,
+    refuse_own_methods,
+    with_clipping,
+)
 from dgc_horovod.tensorflow.updates import Update, update_of
-from dgc_horovod.tensorflow.wrapping.settings import STOCK, Compression, Settings, make_settings, refuse_own_methods
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -91,18 +97,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     passes = backward_passes_per_step
     if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
-    settings = make_settings(
-        compression,
-        num_groups,
-        groups,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-    )
+    settings = make_settings(locals())
     return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
 
 
@@ -153,9 +148,7 @@ def _distribute(optimizer: Optimizer, settings: Settings, passes: int, averaged:
             "local steps do not support use_ema=True: each rank would average its own weights, so that models differ"
         )
 
-    def again(plain: Optimizer) -> Any:
-        return _distribute(plain, settings, passes, averaged)
-
+    again = partial(_distribute, settings=settings, passes=passes, averaged=averaged)
     wrapped = _adopt(optimizer, LocalOverrides if rounds else Overrides, again)
     weak: Any = weakref.proxy(wrapped)  # the owner of the objects that refer to it
     stride = rounds or (passes if passes > 1 else wrapped.gradient_accumulation_steps or 1)
@@ -177,9 +170,7 @@ def _split(optimizer: Optimizer, wrapped: Optimizer, settings: Settings) -> tupl
     except UnsupportedUse as refused:
         if settings.config is None or not settings.config.automatic:
             raise
-        if hvd.rank() == 0:
-            tell_stock(str(refused), STOCK)
-        return settings.as_stock(), update_of(wrapped, kind, None)
+        return settings.as_stock(str(refused)), update_of(wrapped, kind, None)
 
 
 def _distribute_scaler(scaler: keras.optimizers.LossScaleOptimizer, inner: Optimizer) -> Any:

@@ -8,11 +8,9 @@ import json
 import logging
 import zipfile
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from keras import Model
@@ -22,88 +20,13 @@ from dgc_horovod import envvars
 from dgc_horovod.config_check import together
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.files import AnyPath
-from dgc_horovod.session.base import left_of_all
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
 from dgc_horovod.state.parts import CHANGES, is_flushed
-from dgc_horovod.state.residual_state import FROZEN_SINCE, RESIDUAL, SECOND, UNDECIDED, ResidualState
-from dgc_horovod.tensorflow.broadcast import own_variables, shared_variables
-from dgc_horovod.tensorflow.gradients.exchange import GradientExchange
-from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
-from dgc_horovod.tensorflow.session.session import Application, Own, Session, session_of
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, native, scaled
-
-
-class WholeApplication(Application):
-    """An application of gradients of many steps, which are not clipped by limits for one step."""
-
-    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
-        """See `Application`."""
-        return list(grads)
-
-
-def flush(session: Session, own: Own) -> None:
-    """See ``flush`` of the optimizer. `own`: ``apply`` of the user's class."""
-    optimizer, distribution = session.optimizer, session.distribution
-    distribution.ownership.look(session.iterations)
-    distribution.residuals()  # raises its errors before anything is changed
-    if distribution.ownership.holds_loaded:  # before the first step
-        trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
-        distribution.variable_set(trained, trained, session.local)  # as for dense gradients
-    if not any(exchange.keeps_state for exchange in distribution.compressing):
-        return
-    if distribution.update.arithmetic.flush_is_step and passes_of(optimizer) > 1:
-        raise UnsupportedUse("flush() with accumulated gradients is supported under momentum correction only")
-    (exchange,) = distribution.compressing
-    steps, update = exchange.steps, distribution.update
-    variables, left = {key_of(variable): variable for variable in optimizer._trainable_variables}, _left(exchange)
-    # even a step with a gradient of zeros would move the weights, by momentum and decay
-    if not any(kept.any() for parts in left.values() for kept in parts.values()):
-        steps.in_slots = True
-        return
-    given = {i: variables[exchange.sources[i].key] for i in sorted(left)}
-    if update.arithmetic.flush_is_step:
-        scale = optimizer.loss_scale_factor or 1  # by which Keras divides
-        with session.during(WholeApplication()):
-            own([scaled(tf.cast(left[i][RESIDUAL], v.dtype), scale) for i, v in given.items()], list(given.values()))
-    else:
-        share = 1 if distribution.settings.averages else exchange.collectives.workers
-        rate, compressed = float(optimizer.learning_rate), exchange.compressed
-        for i, v in given.items():
-            key = key_of(v)
-            kept = update.hand_back(key, native(v), left[i], rate, key in compressed, ends=True)
-            if kept is not None:
-                steps.buckets.keep(steps.names[i], {RESIDUAL: np.asarray(kept).reshape(-1) / np.float32(share)})
-    for variable in given.values():
-        if variable.constraint is not None:
-            variable.assign(variable.constraint(variable))
-    steps.buckets.second.clear()
-    steps.in_slots = True
-
-
-def passes_of(optimizer: Optimizer) -> int:
-    """Return the number of backward passes that a distributed Keras optimizer accumulates for a step, >= 1."""
-    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
-
-
-def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
-    """Combine the state of all ranks, by number of the variable and part, in its shape; u and v are zero afterwards."""
-    steps, collectives = exchange.steps, exchange.collectives
-    op = hvd.Average if exchange.settings.averages else hvd.Sum
-
-    def combined(whole: np.ndarray, name: str) -> np.ndarray:
-        with watched(collectives.process_set, collectives.full_name(name)):
-            return np.asarray(collectives.allreduce(tf.constant(whole), name, op).numpy())
-
-    left, _ = left_of_all(steps.buckets, collectives, combined)
-    found: dict[int, dict[str, np.ndarray]] = {}
-    for run, parts in zip(steps.runs, left, strict=True):
-        if exchange.update.arithmetic.dense_is_stock and not run.engine.bucket.uncompressed:
-            parts[SECOND] = steps.second_of(run)
-        for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
-            found[i] = {part: x[segment.place].reshape(exchange.sources[i].shape) for part, x in parts.items()}
-    return found
-
+from dgc_horovod.state.residual_state import FROZEN_SINCE, UNDECIDED, ResidualState
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.session import Session, passes_of, session_of
+from dgc_horovod.tensorflow.variables import is_frozen, key_of, native, own_variables, shared_variables
 
 _log = logging.getLogger("dgc_horovod")
 _HEAD, _OUTER, _TRAINED, _EXCHANGED = "head", "outer", "trained", "exchanged"
@@ -249,21 +172,22 @@ class _Saved:
             NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
         ) as error:  # fmt: skip
             raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
-        head = checked(what, head, _HEAD_KINDS, (_OUTER, _TRAINED, _EXCHANGED))
+        head = checked(what, head, _HEAD_KINDS)
         numbers = [str(i) for i in range(len(head["variables"]))]
         if missing := [number for number in numbers if number not in arrays]:
             raise CheckpointError(f"{what}: array {missing[0]!r} is missing")
-        if head.get(_OUTER, 0) > len(numbers):
+        if head[_OUTER] > len(numbers):
             raise CheckpointError(f"{what}: {_OUTER} is {head[_OUTER]}, and there are {len(numbers)} variables")
         return cls(name, head, [arrays[number] for number in numbers])
 
-    def _others(self, outer: list[tf.Variable]) -> int:
-        """Return the number of variables without outer momenta, which files of earlier versions do not count."""
-        return len(self.values) - int(self.head.get(_OUTER, len(outer)))
+    @property
+    def _others(self) -> int:
+        """Number of variables without outer momenta."""
+        return len(self.values) - int(self.head[_OUTER])
 
     def check(self, variables: list[tf.Variable], outer: list[tf.Variable]) -> None:
         """Raise CheckpointError unless the variables can be set; outer momenta may be missing now, or in the file."""
-        others, given = self._others(outer), self.head["variables"]
+        others, given = self._others, self.head["variables"]
         ours, momenta = ([_described(variable) for variable in each] for each in (variables, outer))
         if ours != given[:others] or (momenta and given[others:] and momenta != given[others:]):
             raise CheckpointError(
@@ -281,10 +205,9 @@ class _Saved:
 
     def assign(self, variables: list[tf.Variable], outer: list[tf.Variable], rank: int) -> None:
         """Set the variables; outer momenta that were not saved begin with zero."""
-        others = self._others(outer)
         for variable, value in zip((*variables, *outer), self.values, strict=False):
             variable.assign(np.frombuffer(value.tobytes(), variable.numpy().dtype).reshape(variable.shape))
-        if bool(outer) == (len(self.values) > others):
+        if bool(outer) == bool(self.head[_OUTER]):
             return
         for momentum in outer:
             momentum.assign(tf.zeros_like(momentum))
@@ -320,14 +243,14 @@ def _of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[in
 
     Args:
         state: record of this rank.
-        then, now: results of `_trained_in`; there is no `then` in checkpoints of earlier versions.
+        then, now: results of `_trained_in`.
 
     Raises:
         CheckpointError: the residuals are of other weights, and not flushed.
     """
-    if not state.tensors or _TRAINED not in then:
+    if not state.tensors:
         return state
-    exchanged = then.get(_EXCHANGED)
+    exchanged = then[_EXCHANGED]
     if now[_EXCHANGED] is not None and exchanged is not None:
         one, other = exchanged, now[_EXCHANGED]
     else:  # a trained variable without a gradient is not exchanged

@@ -1,34 +1,43 @@
-"""``DistributedGradientTape``: a GradientTape whose gradients are those of all ranks."""
+"""``DistributedGradientTape``: a GradientTape whose gradients are those of all ranks.
+
+Those of a compressed tape are an update: it comes in bursts, of several times the norm of a gradient, and the part that
+a limit cuts off is lost. So they carry a mark, which TensorFlow's clipping functions and Keras' optimizers recognize.
+Clipping them is an error; with ``clip_norm``, which clips each rank's gradient, it has no effect.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from dgc_horovod import envvars
 from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.names import replace_everywhere
 from dgc_horovod.notices import tell_stock
-from dgc_horovod.tensorflow.clipping import of_tape
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.gradients.exchange import StepInputs
-from dgc_horovod.tensorflow.session.overrides import UsersClass, not_converted
-from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import (
+from dgc_horovod.tensorflow.gradients.transport import Collectives
+from dgc_horovod.tensorflow.overrides import UsersClass, not_converted
+from dgc_horovod.tensorflow.session import session_of
+from dgc_horovod.tensorflow.settings import (
     STOCK,
     Compression,
-    Settings,
+    clipping_of,
     make_settings,
     refuse_own_methods,
     warn_once,
 )
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
+from dgc_horovod.tensorflow.updates import Update
+from dgc_horovod.tensorflow.variables import Gradient, Key, is_frozen, key_of, keys_of, native, scaled, sources_of
 
 _tell_stock_once = functools.cache(tell_stock)
 _NO_OPTIMIZER = "a GradientTape has no optimizer whose momentum could be taken over; DistributedOptimizer has"
@@ -68,18 +77,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     if isinstance(gradtape, _DistributedTape):
         raise UnsupportedUse("this tape is already a DistributedGradientTape; wrap the tf.GradientTape itself")
     refuse_own_methods(gradtape, "DistributedGradientTape")
-    settings = make_settings(
-        compression,
-        num_groups,
-        groups,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local_gradients=scale_local_gradients,
-    )
+    settings = make_settings(locals())
     if settings.config is not None and settings.config.automatic:
         if hvd.rank() == 0:
             _tell_stock_once(_NO_OPTIMIZER, STOCK)
@@ -99,15 +97,11 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     kind: Any = type(gradtape)
     tape = object.__new__(_class_over(kind))
     tape.__dict__.update(gradtape.__dict__)
-    tape._dgc = TapeSession(_distribution(settings))
-    return tape
-
-
-def _distribution(settings: Settings) -> Distribution:
     key = tuple({**vars(settings), "process_set": settings.process_set.process_set_id}.values())
     if key not in of_tapes:
         of_tapes[key] = Distribution(settings, Update(Arithmetic()))
-    return of_tapes[key]
+    tape._dgc = TapeSession(of_tapes[key])
+    return tape
 
 
 class TapeSession:
@@ -130,29 +124,27 @@ class TapeSession:
         number = self.calls[key]
         self.calls[key] += 1
         here = [i for i, variable in enumerate(variables) if own[i] is not None or not is_frozen(variable)]
-        combined = self._combined([variables[i] for i in here], [own[i] for i in here], number) if here else []
-        for i, gradient in zip(here, combined, strict=True):
-            own[i] = gradient
-
-    def _combined(self, variables: list[Any], gradients: list[Gradient], number: int) -> list[Gradient]:
+        if not here:
+            return
+        variables, gradients = [variables[i] for i in here], [own[i] for i in here]
         agreed = self.distribution.variable_set(variables, gradients, self.local, number)
-        gradients = agreed.completed(gradients)
+        settings, gradients = self.distribution.settings, agreed.completed(gradients)
         for i in agreed.given:
             if agreed.local[i]:
-                gradients[i] = scaled(gradients[i], self.distribution.settings.local_scale)
-        if agreed.exchange is None:
-            return gradients
-        weights = [native(variables[i]) for i in agreed.active]
-        combined, finite, _ = agreed.exchange([gradients[i] for i in agreed.active], StepInputs(weights=weights))
-        if finite is not None:
-            combined = tf.cond(finite, lambda: combined, lambda: [tf.fill(tf.shape(g), _nan(g)) for g in combined])
-        if self.distribution.settings.config is not None:
-            own, clip_norm = [gradients[i] for i in agreed.active], self.distribution.settings.config.clip_norm
-            of_tape.Returned(clip_norm, own, combined, agreed.exchange.collectives)
-            self.distribution.unapplied.update(agreed.sources[i].key for i in agreed.active)
-        for i, gradient in zip(agreed.active, combined, strict=True):
-            gradients[i] = gradient
-        return gradients
+                gradients[i] = scaled(gradients[i], settings.local_scale)
+        if agreed.exchange is not None:
+            given = [gradients[i] for i in agreed.active]
+            weights = [native(variables[i]) for i in agreed.active]
+            combined, finite, _ = agreed.exchange(given, StepInputs(weights=weights))
+            if finite is not None:
+                combined = tf.cond(finite, lambda: combined, lambda: [_not_a_number(g) for g in combined])
+            if settings.config is not None:
+                Returned(settings.config.clip_norm, given, combined, agreed.exchange.collectives)
+                self.distribution.unapplied.update(agreed.sources[i].key for i in agreed.active)
+            for i, gradient in zip(agreed.active, combined, strict=True):
+                gradients[i] = gradient
+        for i, gradient in zip(here, gradients, strict=True):
+            own[i] = gradient
 
 
 class _DistributedTape(UsersClass):
@@ -209,8 +201,8 @@ class _DistributedTape(UsersClass):
         return local, [pair for pair in pairs if key_of(pair[0]) not in self._dgc.local]
 
 
-def _nan(gradient: tf.Tensor) -> tf.Tensor:
-    return tf.constant(float("nan"), gradient.dtype)
+def _not_a_number(gradient: tf.Tensor) -> tf.Tensor:
+    return tf.fill(tf.shape(gradient), tf.constant(float("nan"), gradient.dtype))
 
 
 @functools.cache
@@ -218,4 +210,156 @@ def _class_over(kind: type) -> Any:
     return type(kind.__name__, (_DistributedTape, kind), {"__module__": kind.__module__})
 
 
-of_tape.install()  # before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments
+# -- clipping of gradients that a compressed tape has returned
+
+_INSTEAD = "pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which clips each rank's gradient"
+
+
+class Returned:
+    """The gradients that a compressed tape has returned in one call.
+
+    Args:
+        clip_norm: limit of the compression, which clips each rank's gradient; None: there is none.
+        own: gradients of this rank.
+        combined: combined tensors; each carries a mark from now on.
+        collectives: transport of its exchange.
+    """
+
+    def __init__(
+        self, clip_norm: float | None, own: Sequence[Gradient], combined: Sequence[Any], collectives: Collectives
+    ) -> None:
+        self.clip_norm, self._own, self._collectives = clip_norm, list(own), collectives
+        self._first, self.count = combined[0], len(combined)
+        self._norm: tf.Tensor | None = None
+        for tensor in combined:
+            tensor._dgc_returned = self
+
+    @property
+    def norm(self) -> tf.Tensor:
+        """Norm of the gradients before they were clipped: root mean square of the ranks' norms, equal on every rank."""
+        if self._norm is None:
+            own = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in self._own]
+            # the clock is free once the exchange has ended
+            total = self._collectives.sum_in_time(tf.square(tf.linalg.global_norm(own)), "norm", self._first)
+            self._norm = tf.sqrt(total / self._collectives.size(tf.float32))
+        return self._norm
+
+
+def _left_out(tensors: Iterable[Any], what: str, of_all: bool) -> Returned | None:
+    """Return the call of a compressed tape that has returned `tensors`, which must not be clipped; None: there is none.
+
+    Args:
+        what: name of the clipping, for messages.
+        of_all: whether it limits the norm of all gradients together.
+
+    Raises:
+        UnsupportedUse: there is no ``clip_norm``; or some tensors are of another tape, or of none.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    found = {getattr(tensor, "_dgc_returned", None) for tensor in given}
+    returned = next(filter(None, found), None)
+    if returned is None:
+        return None
+    if returned.clip_norm is None:
+        raise UnsupportedUse(
+            f"{what} is applied to gradients of a compressed tape. They are an update that comes in bursts, and the "
+            f"part that clipping cuts off is lost. To clip, {_INSTEAD}; {what} has no effect then"
+        )
+    if len(found) > 1 or (of_all and len(given) < returned.count):
+        raise UnsupportedUse(
+            f"{what} is applied to only some gradients of a compressed tape, or to others with them (local ones, or "
+            f"another tape's). clip_norm={returned.clip_norm:g} of the compression clips those of the tape; clip the "
+            "others separately"
+        )
+    warn_once(f"clip_norm={returned.clip_norm:g} of the compression is used; {what} has no effect")
+    return returned
+
+
+def _of_a_script(stock: Callable[..., Any]) -> Callable[..., Any]:
+    first, what = next(iter(inspect.signature(stock).parameters)), f"tf.{stock.__name__}"
+    of_all = first == "t_list"
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        given: Any = args[0] if args else kwargs.get(first)
+        returned = _left_out(given if of_all else [given], what, of_all)
+        if returned is None:
+            return stock(*args, **kwargs)
+        return (list(given), returned.norm) if of_all else given
+
+    return clip
+
+
+_stock_clip = BaseOptimizer._clip_gradients
+
+
+@not_converted
+@functools.wraps(_stock_clip)
+def _clip_gradients(self: BaseOptimizer, grads: Sequence[Gradient]) -> Any:
+    kind, _ = clipping_of(self) or ("", 0.0)
+    if kind and _left_out(grads, f"{kind} of the optimizer", kind == "global_clipnorm"):
+        return grads
+    return _stock_clip(self, grads)
+
+
+_inside = [False]  # whether an optimizer applies for another one
+
+
+def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: BaseOptimizer, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> Any:
+        grads, given = list(grads), None if trainable_variables is None else list(trainable_variables)
+        if _inside[0]:
+            return stock(self, grads, given)
+        _check(self, grads, {key_of(variable) for variable in given or self._trainable_variables})
+        _inside[0] = True
+        try:
+            return stock(self, grads, given)
+        finally:
+            _inside[0] = False
+
+    return apply
+
+
+def _check(optimizer: BaseOptimizer, grads: Sequence[Gradient], keys: set[Key]) -> None:
+    """Raise UnsupportedUse for gradients that would be exchanged twice, or clipped after their mark is lost."""
+    marked = any(hasattr(gradient, "_dgc_returned") for gradient in grads)
+    changed = not marked and any(keys & each.unapplied for each in of_tapes.values())
+    for each in of_tapes.values():
+        each.unapplied -= keys
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if session_of(inner) is not None:
+        if marked:
+            raise UnsupportedUse(
+                "gradients of a DistributedGradientTape are given to a DistributedOptimizer, which would exchange and "
+                "compress them a second time; use one of the two"
+            )
+        return
+    if marked and inner is not optimizer:
+        raise UnsupportedUse(
+            "gradients of a compressed tape are given to a LossScaleOptimizer: the residual has the loss scale of "
+            "earlier steps, and the scale changes. Use DistributedOptimizer(LossScaleOptimizer(optimizer)) in place of "
+            "the tape, or mixed_bfloat16, which needs no scale"
+        )
+    changes = inner.gradient_accumulation_steps or inner.loss_scale_factor
+    own = clipping_of(inner)
+    if own is not None and (changed or (marked and changes)):
+        raise UnsupportedUse(
+            f"{own[0]}={own[1]:g} of the optimizer would clip gradients of a compressed tape, after they were scaled, "
+            "accumulated or changed: they are an update that comes in bursts. Use DistributedOptimizer in place of the "
+            f"tape; or remove {own[0]}, and {_INSTEAD}"
+        )
+    if changed:
+        warn_once(
+            "the script changes gradients of a compressed tape before they are applied. They are an update that comes "
+            f"in bursts: if the script clips them, the part that is cut off is lost. To clip, {_INSTEAD}"
+        )
+
+
+def _install() -> None:
+    for stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
+        replace_everywhere(stock, not_converted(functools.wraps(stock)(_of_a_script(stock))))
+    BaseOptimizer._clip_gradients = _clip_gradients
+    for kind in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+        kind.apply = not_converted(functools.wraps(kind.apply)(_checked(kind.apply)))
+
+
+_install()  # before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments

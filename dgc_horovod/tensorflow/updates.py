@@ -1,4 +1,4 @@
-"""A Keras optimizer's arithmetic (`dgc_horovod.arithmetic`) in its slots and its variables.
+"""A Keras optimizer's arithmetic (`dgc_horovod.arithmetic`) in its slots and variables, and the place of its momentum.
 
 With plain error feedback the user's optimizer steps with the exchanged update as its gradient. If its arithmetic is
 split, only the plain step ``w -= lr * mean(s)`` remains. Keras' weight decay is decoupled for every optimizer, and
@@ -6,13 +6,20 @@ stays as it is.
 
 A checkpoint's slots (velocity, moments) are taken over by the engine at the first step after loading, and emptied. When
 Keras saves, the file gets the engine's values. The reverse is `hand_back`, inside a graph or out of it.
+
+`SlotOwnership` knows where the momentum of a variable is, in an engine or in the slots, and detects reloads: a state
+machine of one optimizer; docs/decisions/tensorflow.md has its diagram. Holders refer to it weakly: u and v are freed
+with the optimizer at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dataclasses
+import logging
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -22,9 +29,10 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays
-from dgc_horovod.tensorflow.wrapping.variables import Key, native
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, ResidualState
+from dgc_horovod.tensorflow.variables import Key, native
 
+_log = logging.getLogger("dgc_horovod")
 STOCK: dict[type[keras.optimizers.Optimizer], Arithmetic] = {keras.optimizers.SGD: SGD(), keras.optimizers.Adam: Adam()}
 # attributes of an optimizer, lists, by part
 SLOTS = {MOMENTUM: "momentums", FIRST: "_momentums", SECOND: "_velocities"}
@@ -105,7 +113,7 @@ class Update:
     def _options(self) -> Options:
         return options_of(self.optimizer) if self.arithmetic.is_split else Options()
 
-    def _slots(self, key: Key, parts: Collection[str]) -> dict[str, tf.Variable]:
+    def slots(self, key: Key, parts: Collection[str]) -> dict[str, tf.Variable]:
         """Return the optimizer's slots of the variable `key`, by part; none for SGD without momentum."""
         lists = {part: getattr(self.optimizer, SLOTS[part]) for part in parts}
         index = self.optimizer._trainable_variables_indices if parts else {}
@@ -121,11 +129,7 @@ class Update:
         options = self._options._replace(rate=rate)  # made once for all of them
         return {name: self.arithmetic.accumulation(options, buckets, name) for name in buckets.compressed}
 
-    # -- the optimizer's slots
-
-    def slots(self, key: Key) -> list[tf.Variable]:
-        """Return the optimizer's slots of the variable `key` that the engine replaces."""
-        return list(self._slots(key, self.arithmetic.slots).values())
+    # -- the optimizer's slots that the engine replaces
 
     def take_over(
         self, buckets: OptimizerExchange, name: str, slots: list[np.ndarray], rate: float, iterations: int
@@ -135,8 +139,8 @@ class Update:
         Args:
             buckets: exchange of the optimizer.
             name: name of the variable there.
-            slots: values of the optimizer's variables that `slots` names, whole and flat, float32.
-            rate: learning rate; for a sum over ranks, times their number.
+            slots: values of the optimizer's variables that ``arithmetic.slots`` names, whole and flat, float32.
+            rate: learning rate.
             iterations: number of steps that the optimizer has made, >= 0.
         """
         if buckets.second[name].known or not slots[-1].any():
@@ -144,27 +148,15 @@ class Update:
         share = 1 if buckets.averages else buckets.workers  # each rank has its part of a sum
         owed: np.ndarray = slots[0] * np.float32(self.arithmetic.owes(self._options) / share)
         if MOMENTUM in self.arithmetic.slots:  # Keras' velocity is -lr times the sum of past gradients
-            owed = slots[0] / np.float32(-rate) if rate else np.zeros_like(slots[0])
+            owed = slots[0] / np.float32(-rate * share) if rate else np.zeros_like(slots[0])
         taken = dict(zip(self.arithmetic.slots, [owed, *slots[1:]], strict=True))
         self.arithmetic.take_over(buckets, name, taken, self._options, max(1, iterations))
 
     def for_slots(self, buckets: OptimizerExchange, name: str, rate: float) -> list[np.ndarray]:
         """Return the engine's state as values of the optimizer's slots, for a file; [] if the slots have it."""
         found = self.arithmetic.give_back(buckets, name, self._options, int(self.optimizer.iterations))
-        return [np.float32(-rate) * x if part == MOMENTUM else x for part, x in found.items()]
-
-    def own(self, key: Key) -> Arrays:
-        """Return the slots of the variable `key` that are this rank's own, for its record."""
-        slots = self._slots(key, self.arithmetic.own)
-        own = {part: slot.numpy().astype(np.float32).reshape(-1) for part, slot in slots.items()}
-        return own if all(np.isfinite(x).all() for x in own.values()) else {}  # files refuse values that are not finite
-
-    def take_own(self, key: Key, arrays: Arrays) -> None:
-        """Restore the slots in `arrays`."""
-        with tf.init_scope():  # the first step may be under construction
-            for part, slot in self._slots(key, self.arithmetic.own).items():
-                if part in arrays:
-                    slot.assign(tf.cast(arrays[part].reshape(slot.shape), slot.dtype))
+        factor = np.float32(-rate * (1 if buckets.averages else buckets.workers))  # a sum is shared out
+        return [factor * x if part == MOMENTUM else x for part, x in found.items()]
 
     # -- nothing left behind
 
@@ -203,7 +195,7 @@ class Update:
         return tf.cond(known, apply, lambda: tf.identity(left[RESIDUAL]))
 
     def _apply(self, change: Change, key: Key, variable: tf.Variable, rate: tf.Tensor | float) -> Any:
-        slots, rate = self._slots(key, self.arithmetic.slots), rate if change.rate is None else change.rate
+        slots, rate = self.slots(key, self.arithmetic.slots), rate if change.rate is None else change.rate
         if change.momentum is not None and MOMENTUM in slots:
             slots[MOMENTUM].assign_add(tf.cast(-rate * change.momentum, slots[MOMENTUM].dtype))
         for part, x in change.slots.items():
@@ -211,3 +203,156 @@ class Update:
         if change.step is not None:
             variable.assign_sub(tf.cast(rate * change.ahead * change.step, variable.dtype))
         return change.kept
+
+
+_SKIPPED_AT_MOST = 100  # exchanges that a script may leave out between two
+Place = tuple[int, Key]  # of a variable: index among the exchanges with states of their own, and key
+
+
+class Holder:
+    """The state of one exchange's variables.
+
+    Args:
+        places: places of the variables.
+        names: names of the variables in `buckets`.
+        buckets: u, v and the second moment; replaced when the ranks change.
+
+    Attributes:
+        in_slots: whether the momentum is in the optimizer's slots, which the next step takes over.
+    """
+
+    def __init__(self, places: Sequence[Place], names: Sequence[str], buckets: OptimizerExchange) -> None:
+        self.places, self.names, self.buckets, self.in_slots = places, names, buckets, True
+
+    def begins(self, own_step: bool) -> bool:
+        """Begin a step, or an `own_step` of the optimizer; returns whether the slots are to be taken over."""
+        takes_over, self.in_slots = self.in_slots and not own_step, own_step
+        return takes_over
+
+    def bring(self, i: int, source: Holder, j: int) -> None:
+        """Move the state of variable j of `source` to variable i."""
+        here, there, name, its_name = self.buckets, source.buckets, self.names[i], source.names[j]
+        if name in here.place and its_name in there.place:
+            (engine, k), (other, m) = here.place[name], there.place[its_name]
+            engine.state.move_in(k, other.state, m)
+        if here.is_compressed(name):
+            here.second[name].know(there.second[its_name].values)
+            there.second.forget(its_name)
+
+
+class SlotOwnership:
+    """The holders of one optimizer, or of all tapes with the same settings.
+
+    A reload of a checkpoint is reported by `reloaded`, or detected by a jump of the optimizer's iterations.
+
+    Args:
+        stride: iterations from one exchange to the next, >= 1.
+        grows: whether iterations grow with every applied step. A tape has none, and local steps may have the same at
+            two exchanges.
+        ranks: ranks that exchange; the first one logs messages.
+
+    Attributes:
+        loaded: record of this rank for the first exchange, which is not made yet.
+    """
+
+    def __init__(self, stride: int, grows: bool, ranks: hvd.ProcessSet) -> None:
+        self.stride, self._grows, self._ranks = stride, grows, ranks
+        self.loaded: ResidualState | None = None
+        self._holders: list[Holder] = []
+        self._at: dict[Place, tuple[Holder, int]] = {}  # the last exchange of the variable
+        self._last: int | None = None  # iterations at the last exchange
+        self._applied = 0  # applied steps of all exchanges at that time
+        self._again_at: int | None = None  # the same at the last repeated iteration
+        self._untold = False  # whether a reload is not logged yet
+
+    def add(self, holder: Holder) -> Holder:
+        """Add the holder of a new exchange."""
+        self._holders.append(holder)
+        return holder
+
+    def forget(self, holder: Holder) -> None:
+        """Remove the holder of a deleted exchange."""
+        self._holders.remove(holder)
+        self._at = {place: at for place, at in self._at.items() if at[0] is not holder}
+
+    # -- events
+
+    def reloaded(self) -> None:
+        """Drop the engines' state, which belongs to the weights before: the optimizer's variables were loaded.
+
+        The next step takes over the slots; a flush or a save may come before it.
+        """
+        self.clear()
+        self._untold = True
+        for holder in self._holders:
+            holder.in_slots = True
+
+    def look(self, iterations: int) -> None:
+        """Call `reloaded` if the optimizer's iterations have jumped. For use between steps, before state is read."""
+        if self._jump_to(iterations):
+            self.reloaded()
+
+    def resumed(self, iterations: int) -> None:
+        """Note that weights, optimizer and residuals were loaded together, at `iterations`."""
+        # as if the last step had been exchanged: local steps may exchange before the next one
+        self._last, self._untold = iterations - 1, False
+
+    def step_begins(self, holder: Holder, iterations: int) -> None:
+        """Begin a step of `holder` at the optimizer's `iterations`: move its variables' state from other holders."""
+        if self._stays_at(iterations) or self._jump_to(iterations):
+            self.reloaded()
+        if self._untold or (self._last is None and iterations >= self.stride):
+            self._untold = False
+            if self._ranks.rank() == 0:
+                _log.warning(
+                    "dgc_horovod: a checkpoint was loaded, the optimizer is at iteration %d; u and v, which belong to "
+                    "the weights before, start from zero",
+                    iterations,
+                )
+        self._last = iterations
+        for i, place in enumerate(holder.places):
+            there = self._at.get(place)
+            if there is not None and there[0] is not holder:
+                holder.bring(i, *there)
+            self._at[place] = holder, i
+
+    def clear(self) -> None:
+        """Empty u, v and the second moment, before the weights are replaced."""
+        for holder in self._holders:
+            holder.buckets.clear()
+        if self.loaded is not None:
+            self.loaded = dataclasses.replace(self.loaded, tensors={}, runs={}, second={})
+
+    def empty(self, key: Key) -> None:
+        """Empty u and v of a frozen variable; Adam's second moment stays, as in an optimizer's slot."""
+        found = self.find(key)
+        if found is not None:
+            found[0].buckets.keep(found[1], {})
+
+    # -- queries
+
+    def find(self, key: Key) -> tuple[Holder, str] | None:
+        """Return the holder of a variable's state, and the variable's name there."""
+        holder, i = self._at.get((0, key), (None, 0))
+        return None if holder is None else (holder, holder.names[i])
+
+    @property
+    def holds_loaded(self) -> bool:
+        """Whether residuals were loaded for the first step, which is not made yet."""
+        return self.loaded is not None and bool(self.loaded.tensors)
+
+    def _jump_to(self, iterations: int) -> bool:
+        return self._last is not None and not 0 <= iterations - self._last <= _SKIPPED_AT_MOST * self.stride
+
+    def _stays_at(self, iterations: int) -> bool:
+        """Whether iterations are those of the last exchange, although its step was applied: weights were reloaded.
+
+        A failed step is repeated. A script that sets iterations itself, at every step, is detected at the second one.
+        """
+        counts = [holder.buckets.counts for holder in self._holders]
+        before, self._applied = self._applied, sum(each.steps - each.skipped for each in counts)
+        if not (self._grows and iterations == self._last and self._applied > before):
+            return False
+        self._grows = self._again_at is None or self._applied - self._again_at > 2 * len(counts)
+        self._again_at = self._applied
+        return self._grows

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.auto import GraphChoice
+from dgc_horovod.tensorflow.auto import AutomaticExchange
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.exchange import Exchange, GradientExchange
-from dgc_horovod.tensorflow.session.local import LocalRounds
-from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.local_steps import LocalRounds
+from dgc_horovod.tensorflow.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class SessionView:
     @property
     def choice(self) -> Any:
         """The `Choice` of ``Compression.auto``."""
-        graph: GraphChoice = self.exchange.auto  # type: ignore[attr-defined]
-        return graph.choice
+        assert isinstance(self.exchange, AutomaticExchange)
+        return self.exchange.choice
 
     @property
     def rounds(self) -> LocalRounds:

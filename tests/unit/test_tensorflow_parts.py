@@ -17,12 +17,12 @@ from dgc_horovod.compression import PRESETS
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.stats import ExchangeStats, Traffic
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks, host_call
+from dgc_horovod.tensorflow.gradients.paths import Blocks
+from dgc_horovod.tensorflow.gradients.transport import host_call
 from dgc_horovod.tensorflow.keras import callbacks
-from dgc_horovod.tensorflow.updates import update_of
-from dgc_horovod.tensorflow.wrapping.settings import Compression, Settings, make_settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
+from dgc_horovod.tensorflow.settings import Compression, Settings, make_settings
+from dgc_horovod.tensorflow.updates import Holder, SlotOwnership, update_of
+from dgc_horovod.tensorflow.variables import combined, key_of, kind_of, sources_of, weights_of, zeros_for
 
 
 def memory_of(tensor):
@@ -236,9 +236,10 @@ def test_settings():
     assert Settings(gradient_predivide_factor=4.0).scales == (0.25, 4.0)
     assert Settings(op=hvd.Sum).scales == (1.0, 1.0)
     variables = [tf.Variable(tf.ones(2)) for _ in range(3)]
-    listed = make_settings(Compression.none, 0, [[variables[2], variables[0]]])
+    stock = {"compression": Compression.none, "num_groups": 0, "groups": None}
+    listed = make_settings({**stock, "groups": [[variables[2], variables[0]]]})
     assert listed.group_numbers(sources_of(variables)) == [0, -1, 0]
-    assert make_settings(Compression.none, 2, None).group_numbers(sources_of(variables)) == [0, 0, 1]
+    assert make_settings({**stock, "num_groups": 2}).group_numbers(sources_of(variables)) == [0, 0, 1]
     for arguments, words in [
         ({"op": hvd.Adasum}, "Average or hvd.Sum"),
         ({"groups": -1}, "groups must be"),
@@ -248,7 +249,7 @@ def test_settings():
         ({"process_set": None}, "must be a hvd.ProcessSet"),
     ]:
         with pytest.raises((ConfigError, UnsupportedUse), match=words):
-            make_settings(Compression.none, 0, **{"groups": None, **arguments})
+            make_settings({**stock, **arguments})
 
 
 def test_local_variables_are_variables_of_built_layers():

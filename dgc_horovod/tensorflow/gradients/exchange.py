@@ -22,12 +22,11 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.state.parts import StatePart, StateRegister
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.gradients.host_calls import behind
 from dgc_horovod.tensorflow.gradients.host_steps import HostCalls, HostSteps, StockSteps
-from dgc_horovod.tensorflow.gradients.paths import TRIPLE, BucketRun, DensePath
+from dgc_horovod.tensorflow.gradients.paths import MESSAGE, BucketRun, DensePath
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key
+from dgc_horovod.tensorflow.gradients.transport import Collectives, behind
+from dgc_horovod.tensorflow.variables import Gradient, Key
 
 _NARROW = (tf.float16, tf.bfloat16)
 _NOTHING = np.empty(0, np.float32)
@@ -125,7 +124,7 @@ class StockExchange(Exchange):
         super().__init__(steps, steps.settings.compression)
 
     def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
-        (started,) = self.steps.call(self.steps.start, [inputs.iterations], [tf.int64])
+        (started,) = self.steps.call(self.steps.start, [inputs.iterations])
         # also after an earlier collective of these names
         gradients = [behind(started, gradient) for gradient in gradients]
         given = dict(enumerate(gradients))
@@ -133,7 +132,7 @@ class StockExchange(Exchange):
         results = [results[i] for i in range(len(gradients))]
         nbytes = self._dense_path.nbytes(gradients)
         with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-            ended = self.steps.call(self.steps.end, [started], [tf.int64], nbytes)
+            ended = self.steps.call(self.steps.end, [started], [tf.bool], nbytes)
         with tf.control_dependencies(ended):
             return Exchanged([tf.identity(result) for result in results])
 
@@ -147,9 +146,11 @@ class GradientExchange(Exchange):
     Attributes:
         bucketed: indices of the variables in buckets; the others are on the dense path.
         kept: its state, in parts.
+        keeps_state: whether the engines hold u and v, and not the optimizer's slots.
     """
 
     steps: HostSteps
+    keeps_state = True
 
     def __init__(self, steps: HostSteps) -> None:
         half = steps.config.dense_values == "fp16"
@@ -161,22 +162,6 @@ class GradientExchange(Exchange):
         self._weights = WeightsWatch(steps)
         self.kept = StateRegister(steps, self.update.arithmetic.holds)
         self.kept.register(OwnSlots(steps))
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether the engines hold u and v, and not the optimizer's slots."""
-        return True
-
-    @property
-    def compresses(self) -> bool:
-        """Whether the next step may be compressed, so that no rank may be in join."""
-        return True
-
-    def give_up(self, why: str) -> None:
-        """End a trial of compression auto, and go back to stock Horovod's exchange; `why`: reason, for the log."""
-
-    def joins(self) -> None:
-        """End a trial of compression auto without a choice: this rank is about to call ``hvd.join()``."""
 
     def follow(self, other: GradientExchange) -> None:
         """Continue the warm-up of `other`, if it had some of these variables, and their residuals, before."""
@@ -229,7 +214,8 @@ class GradientExchange(Exchange):
     def _taken_over(self, started: tf.Tensor, fresh: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
         """Move the optimizer's slots into the engines, at the first step and after a checkpoint was loaded."""
         indices = [i for i, source in enumerate(self.sources) if source.key in self.compressed]
-        slots = [slot for i in indices for slot in self.update.slots(self.sources[i].key)]
+        parts = self.update.arithmetic.slots
+        slots = [slot for i in indices for slot in self.update.slots(self.sources[i].key, parts).values()]
         if not slots:
             return started
 
@@ -254,15 +240,15 @@ class GradientExchange(Exchange):
                 mine = [flat[i] for i in run.members]
                 if self._inside is not None:
                     mine = [self._slice(run, self._inside, started, mine)]
-                messages.append(steps.call(steps.compress, [started, *mine], TRIPLE, run.index, kernels=run.kernels))
+                messages.append(steps.call(steps.compress, [started, *mine], MESSAGE, run.index, kernels=run.kernels))
             return messages, whole
         # the norm needs every gradient first
         inputs = [started, *(flat[i] for run in runs for i in run.members), *(flat[i] for i in whole)]
         kernels = runs[0].kernels if runs else None
-        dtypes = [*TRIPLE * len(runs), tf.float32]
+        dtypes = [*MESSAGE * len(runs), tf.float32]
         *tensors, clip = steps.call(steps.compress_clipped, inputs, dtypes, kernels=kernels)
         whole = {i: gradient * tf.cast(clip, gradient.dtype) for i, gradient in whole.items()}
-        return [tensors[n : n + 3] for n in range(0, len(tensors), 3)], whole
+        return [tensors[n : n + 2] for n in range(0, len(tensors), 2)], whole
 
     def _second(self, started: tf.Tensor, messages: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         """Return the sum over the ranks of their parts of Adam's second moment, once all buckets are compressed."""
@@ -277,7 +263,7 @@ class GradientExchange(Exchange):
     def _armed(self, started: tf.Tensor, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return `started` once `given` is there, and start the clock for the other workers of the node."""
         with tf.control_dependencies(list(given)):
-            (armed,) = self.steps.call(self.steps.arm, [started], [tf.int64])
+            (armed,) = self.steps.call(self.steps.arm, [started])
         return armed
 
     def _averaged(
@@ -301,15 +287,15 @@ class GradientExchange(Exchange):
         received = inside.alltoall(flat, f"{engine.bucket.name}.slices")
         return tf.reduce_mean(tf.reshape(received, [inside.workers, engine.bucket.numel]), 0)
 
-    def _decoded(self, run: BucketRun, triple: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _decoded(self, run: BucketRun, message: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return the updates of a bucket, and whether they are finite."""
-        steps, rounds = self.steps, len(run.alternatives)
-        for number in range(rounds):
-            received = run.carried(steps.transports, number, triple)
-            if number + 1 < rounds:
-                triple = steps.call(steps.next_round, received, TRIPLE, run.index, number + 1, kernels=run.kernels)
+        steps, last = self.steps, len(run.alternatives) - 1
+        for number in range(last):
+            received = [run.carried(steps.transports, number, message)]
+            message = steps.call(steps.next_round, received, MESSAGE, run.index, number, kernels=run.kernels)
+        received = [run.carried(steps.transports, last, message)]
         dtypes = [*[tf.float32] * len(run.members), tf.bool]
-        return steps.call(steps.decode, received, dtypes, run.index, kernels=run.kernels)
+        return steps.call(steps.decode, received, dtypes, run.index, last, kernels=run.kernels)
 
 
 class OwnSlots(StatePart):
@@ -327,8 +313,10 @@ class OwnSlots(StatePart):
     def put(self, state: ResidualState) -> None:
         """See `StatePart`."""
         for number, source in self._sources.items():
-            if slots := self._update.own(source.key):
-                state.tensors[number] = {**state.tensors.get(number, {}), **slots}
+            slots = self._update.slots(source.key, self._update.arithmetic.own)
+            own = {part: slot.numpy().astype(np.float32).reshape(-1) for part, slot in slots.items()}
+            if own and all(np.isfinite(x).all() for x in own.values()):  # files refuse values that are not finite
+                state.tensors[number] = {**state.tensors.get(number, {}), **own}
 
     def without(self, state: ResidualState) -> ResidualState:
         """See `StatePart`."""
@@ -338,4 +326,8 @@ class OwnSlots(StatePart):
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
         for number in self._sources.keys() & state.tensors.keys():
-            self._update.take_own(self._sources[number].key, state.tensors[number])
+            arrays = state.tensors[number]
+            slots = self._update.slots(self._sources[number].key, self._update.arithmetic.own)
+            with tf.init_scope():  # the first step may be under construction
+                for part in slots.keys() & arrays.keys():
+                    slots[part].assign(tf.cast(arrays[part].reshape(slots[part].shape), slots[part].dtype))

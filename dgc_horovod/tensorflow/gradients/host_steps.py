@@ -26,13 +26,11 @@ from dgc_horovod.kernels.contract import Array
 from dgc_horovod.notices import OF_A_TAPE, of_skipped, stop_if_skipped
 from dgc_horovod.state.residual_state import MOMENTUM, ResidualState
 from dgc_horovod.stats import PROCESS, ExchangeStats
-from dgc_horovod.tensorflow.gradients.host_calls import host_call, kernels_on
 from dgc_horovod.tensorflow.gradients.paths import BucketRun
-from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.slot_ownership import Holder, SlotOwnership
-from dgc_horovod.tensorflow.wrapping.variables import Source
+from dgc_horovod.tensorflow.gradients.transport import Collectives, host_call, kernels_on
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.updates import Holder, SlotOwnership, Update
+from dgc_horovod.tensorflow.variables import Source
 
 _log = logging.getLogger("dgc_horovod")
 _OUTLIVES = "a graph was run after its DistributedOptimizer was deleted; keep a reference to the optimizer"
@@ -59,9 +57,9 @@ class HostCalls:
 
     def call(
         self,
-        method: Callable[..., Sequence[Any]],
+        method: Callable[..., Sequence[Any] | None],
         inputs: Sequence[Any],
-        dtypes: Sequence[Any],
+        dtypes: Sequence[Any] = (tf.bool,),
         *first: object,
         kernels: Any = None,
     ) -> list[tf.Tensor]:
@@ -72,7 +70,7 @@ class HostCalls:
         """
         known, calls = weakref.WeakMethod(method), weakref.proxy(self)
 
-        def noting(*arrays: Array) -> Sequence[Any]:
+        def noting(*arrays: Array) -> Sequence[Any] | None:
             alive = known()
             if alive is None:
                 raise UnsupportedUse(_OUTLIVES)
@@ -104,15 +102,13 @@ class StockSteps(HostCalls):
         self.counts = ExchangeStats(collectives.workers, sum(each.numel for each in sources), collectives.traffic)
         PROCESS.exchanges.append(self.counts)
 
-    def start(self, iterations: np.ndarray) -> list[Any]:
-        """Begin a step; return `iterations`."""
-        return [np.int64(iterations)]
+    def start(self, _: np.ndarray) -> None:
+        """Begin a step."""
 
-    def end(self, nbytes: int, started: np.ndarray) -> list[Any]:
-        """End a step, in which this rank has sent `nbytes`; return `started`."""
+    def end(self, nbytes: int, _: np.ndarray) -> None:
+        """End a step, in which this rank has sent `nbytes`."""
         self.received_dense(nbytes)
         self.counts.end_step()
-        return [np.int64(started)]
 
 
 class HostSteps(HostCalls, Holder):
@@ -230,7 +226,12 @@ class HostSteps(HostCalls, Holder):
         An unfinished step before this one (an error in the graph) is rolled back. `rate` is the step's learning rate.
         """
         buckets, self._iterations = self.buckets, int(iterations)
-        self._check_ranks()
+        before, now = self.collectives.workers, self.collectives.process_set.size() if envvars.horovod_elastic() else 0
+        if now and now != before:  # and nothing has called `renew`
+            raise UnsupportedUse(
+                f"the number of ranks has changed from {before} to {now}, unknown to the optimizer: use "
+                "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
+            )
         buckets.begin()
         if buckets.config.exchanges_weights:
             buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
@@ -247,16 +248,7 @@ class HostSteps(HostCalls, Holder):
             self.buckets.rollback()
         self._ownership.step_begins(self, int(iterations))
 
-    def _check_ranks(self) -> None:
-        """Raise UnsupportedUse if an elastic job has other ranks now, and nothing has called `renew`."""
-        before, now = self.collectives.workers, self.collectives.process_set.size() if envvars.horovod_elastic() else 0
-        if now and now != before:
-            raise UnsupportedUse(
-                f"the number of ranks has changed from {before} to {now}, unknown to the optimizer: use "
-                "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
-            )
-
-    def take_over(self, indices: Sequence[int], rate: np.ndarray, *slots: np.ndarray) -> list[Any]:
+    def take_over(self, indices: Sequence[int], rate: np.ndarray, *slots: np.ndarray) -> None:
         """Move the values of the optimizer's slots into the engines.
 
         Args:
@@ -265,14 +257,13 @@ class HostSteps(HostCalls, Holder):
             slots: values of all slots, variable by variable; each has the same number of them.
         """
         flat = [slot.reshape(-1).astype(np.float32, copy=False) for slot in slots]
-        factor, each = 1 if self.buckets.averages else self.buckets.workers, len(slots) // len(indices)
+        each = len(slots) // len(indices)
         for place, i in enumerate(indices):
             mine = flat[place * each :][:each]
-            self.update.take_over(self.buckets, self.names[i], mine, float(rate) * factor, self._iterations)
-        return [np.bool_(True)]
+            self.update.take_over(self.buckets, self.names[i], mine, float(rate), self._iterations)
 
     def compress(self, index: int, _: Array, *gradients: Array) -> list[Array]:
-        """Compress the gradients of bucket `index`; return the message of its first round, as `BucketRun.triple`."""
+        """Compress the gradients of bucket `index`; return the message of its first round, see `BucketRun.message`."""
         self._add_gradients(self.runs[index], gradients)
         return self._message(self.runs[index], 1.0)
 
@@ -303,25 +294,24 @@ class HostSteps(HostCalls, Holder):
         """Return Adam's second moment of the variables of a bucket, flat; the same on every rank."""
         return np.concatenate([self.buckets.second[segment.name].square() for segment in run.engine.whole.segments])
 
-    def arm(self, started: np.ndarray | int) -> list[Any]:
-        """Start the clock of DGC_TIMEOUT for the other ranks; returns `started`."""
+    def arm(self, _: np.ndarray | None = None) -> None:
+        """Start the clock of DGC_TIMEOUT for the other ranks."""
         self.collectives.watch.arm(f"{self.collectives.full_name('*')}, the gradients of step {self._iterations}")
-        return [np.int64(started)]
 
     def _message(self, run: BucketRun, clip: float) -> list[Any]:
         message = self.buckets.compress(run.engine, clip)
-        self.arm(0)
+        self.arm()
         self._idle_since = time.perf_counter()
-        return run.triple(0, message.payload)
+        return run.message(0, message.payload)
 
-    def next_round(self, index: int, number: int, data: Array, floats: Array) -> list[Array]:
-        """Return the message of round `number` of a bucket's exchange, given the result of the round before."""
-        return self.runs[index].triple(number, self._receive(self.runs[index], data, floats))
+    def next_round(self, index: int, number: int, data: Array) -> list[Any]:
+        """Return the message of the round after `number` of a bucket's exchange, given the result of that one."""
+        return self.runs[index].message(number + 1, self._receive(self.runs[index], number, data))
 
-    def decode(self, index: int, data: Array, floats: Array) -> list[Array]:
-        """Return the updates of a bucket from the result of the last round, and whether they are finite."""
+    def decode(self, index: int, number: int, data: Array) -> list[Array]:
+        """Return the updates of a bucket from the result of the last round, `number`, and whether they are finite."""
         run = self.runs[index]
-        self._receive(run, data, floats)
+        self._receive(run, number, data)
         updates = run.new_updates()
         for i, update in enumerate(updates):
             run.engine.outputs.put(i, update)
@@ -331,13 +321,14 @@ class HostSteps(HostCalls, Holder):
         self._idle_since = time.perf_counter()
         return [*updates, np.bool_(finite)]
 
-    def _receive(self, run: BucketRun, data: Array, floats: Array) -> np.ndarray | None:
-        data, floats = run.kernels.to_host(data), run.kernels.to_host(floats)
-        if not (data.size or floats.size):  # at this density there is no such round
+    def _receive(self, run: BucketRun, number: int, data: Array) -> np.ndarray | None:
+        data = run.kernels.to_host(data)
+        if not data.size:  # at this density there is no such round
             return None
         self.counts.traffic.waited(time.perf_counter() - self._idle_since)
+        is_packets = run.engine.exchange.rounds[number].dtype == "uint8"
         # the engine reads packets until the next ones come, and their memory is TensorFlow's
-        buffer = self.buckets.receive(run.engine, data.copy() if data.size else floats)
+        buffer = self.buckets.receive(run.engine, data.copy() if is_packets else data.view(np.float32))
         self._idle_since = time.perf_counter()
         return buffer
 
@@ -357,20 +348,16 @@ class HostSteps(HostCalls, Holder):
         if not finite:
             if self._dense:
                 self.buckets.drop_residuals()
-            self._tell_skipped()
+            stop_if_skipped(self.buckets)
+            key, text = of_skipped(self.buckets)
+            if key not in self._told and self.collectives.rank == 0:
+                self._told.add(key)
+                _log.warning("dgc_horovod: %s%s", text, OF_A_TAPE if self.update.is_tapes else "")
         return [np.bool_(finite)]
 
-    def count_alone(self, passes: int, calls: np.ndarray) -> list[Any]:
+    def count_alone(self, passes: int, calls: np.ndarray) -> None:
         """Count the local steps of a round, of `passes` calls each; the last one is counted with the exchange."""
         self.counts.steps_alone += max(0, int(calls) // passes - 1)
-        return [np.int64(calls)]
-
-    def _tell_skipped(self) -> None:
-        stop_if_skipped(self.buckets)
-        key, text = of_skipped(self.buckets)
-        if key not in self._told and self.collectives.rank == 0:
-            self._told.add(key)
-            _log.warning("dgc_horovod: %s%s", text, OF_A_TAPE if self.update.is_tapes else "")
 
 
 def _number_of(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,10 +19,9 @@ from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.exchange.contract import Round, start
 from dgc_horovod.kernels.contract import Kernels
 from dgc_horovod.schedule import densities
-from dgc_horovod.tensorflow.gradients.host_calls import Blocks
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.settings import Settings
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Source, combined
+from dgc_horovod.tensorflow.settings import Settings
+from dgc_horovod.tensorflow.variables import Gradient, Source, combined
 from dgc_horovod.wire.bucket import PADDING
 
 _HOROVOD_CANNOT = {tf.bfloat16: tf.float32}
@@ -56,41 +56,36 @@ class DensePath:
         """Return the combined gradient for each index."""
         if self._collectives.alone:
             return dict(gradients)
-        sparse = {i: g for i, g in gradients.items() if isinstance(g, tf.IndexedSlices)}
-        dense = {i: g for i, g in gradients.items() if i not in sparse}
-        with tf.device(self._settings.device_sparse):
-            results: dict[int, Gradient] = {i: self._gathered(g, i) for i, g in sparse.items()}
-        with tf.device(self._settings.device_dense):
-            grouped: dict[int, dict[int, tf.Tensor]] = {}
-            for i, g in dense.items():
+        results: dict[int, Gradient] = {}
+        together: dict[str, list[int]] = {}  # indices of dense gradients, by name of their collective
+        for i, gradient in gradients.items():
+            if isinstance(gradient, tf.IndexedSlices):
+                with tf.device(self._settings.device_sparse):
+                    results[i] = self._gathered(gradient, i)
+            else:
                 group = self._groups[i]
-                if group < 0:
-                    results[i] = self._reduced(g, i)
-                else:
-                    grouped.setdefault(group, {})[i] = g
-            for group, members in grouped.items():
-                results.update(self._reduced_together(group, members))
+                together.setdefault(f"dense.{i}" if group < 0 else f"dense.group.{group}", []).append(i)
+        with tf.device(self._settings.device_dense):
+            for name, members in together.items():
+                given = [gradients[i] for i in members]
+                results.update(zip(members, self._reduced(given, name, self._groups[members[0]] >= 0), strict=True))
         return results
 
-    def _coded(self, gradient: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        """Return the tensor that is sent for `gradient`, and the function that decodes the combined ones."""
-        fits = tf.cast(gradient, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype))
-        sent, context = self._compression.compress(fits)
-        return sent, lambda combined: tf.cast(self._compression.decompress(combined, context), gradient.dtype)
-
-    def _reduced(self, gradient: tf.Tensor, i: int) -> tf.Tensor:
-        sent, decoded = self._coded(gradient)
-        return decoded(self._collectives.allreduce(sent, f"dense.{i}", self._settings.op, *self._settings.scales))
-
-    def _reduced_together(self, group: int, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        coded = [self._coded(gradient) for gradient in gradients.values()]
-        sent, name = [tensor for tensor, _ in coded], f"dense.group.{group}"
-        reduced = self._collectives.allreduce_together(sent, name, self._settings.op, *self._settings.scales)
-        return {i: decoded(tensor) for i, (_, decoded), tensor in zip(gradients, coded, reduced, strict=True)}
+    def _reduced(self, gradients: Sequence[tf.Tensor], name: str, grouped: bool) -> list[tf.Tensor]:
+        """Return the combined dense gradients of a group, or of one variable in none."""
+        sent = [tf.cast(gradient, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype)) for gradient in gradients]
+        before, after = self._settings.scales
+        how = {"op": self._settings.op, "prescale_factor": before, "postscale_factor": after}
+        operation, given = (hvd.grouped_allreduce, sent) if grouped else (hvd.allreduce, sent[0])
+        reduced = self._collectives.run(operation, given, name, compression=self._compression, **how)
+        found = reduced if grouped else [reduced]
+        return [tf.cast(tensor, gradient.dtype) for tensor, gradient in zip(found, gradients, strict=True)]
 
     def _gathered(self, gradient: tf.IndexedSlices, i: int) -> tf.IndexedSlices:
-        sent, decoded = self._coded(gradient.values)
-        values = decoded(self._collectives.allgather(sent, f"rows.{i}"))
+        fits = tf.cast(gradient.values, _HOROVOD_CANNOT.get(gradient.dtype, gradient.dtype))
+        sent, context = self._compression.compress(fits)
+        values = self._compression.decompress(self._collectives.allgather(sent, f"rows.{i}"), context)
+        values = tf.cast(values, gradient.dtype)
         if self._settings.averages:
             values = values / self._collectives.size(gradient.dtype)
         # a rank without a gradient sends int64, and all ranks must send the same dtype
@@ -98,9 +93,41 @@ class DensePath:
         return combined(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
 
-TRIPLE = [tf.int32, tf.uint8, tf.float32]
+_ALIGNMENT = 64  # bytes; TensorFlow copies memory with less alignment
+
+
+class Blocks:
+    """Memory for vectors that are handed to TensorFlow, reused once it has released them.
+
+    A step's updates are as large as the model: new memory for them would cost a page fault for every 4 KiB.
+
+    Args:
+        sizes: number of elements of each float32 vector.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        step = _ALIGNMENT // 4
+        starts = np.cumsum([0, *(-(-size // step) * step for size in sizes)]).tolist()
+        self._places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        self._nbytes = 4 * starts[-1] + _ALIGNMENT
+        self._blocks: list[np.ndarray] = []
+
+    def take(self) -> list[np.ndarray]:
+        """Return one vector for each size, aligned, in memory that is not in use."""
+        for i in range(len(self._blocks)):
+            if sys.getrefcount(self._blocks[i]) == 2:  # the list's, and that of the argument: no view is left
+                return self._views(self._blocks[i])
+        self._blocks.append(np.empty(self._nbytes, np.uint8))
+        return self._views(self._blocks[-1])
+
+    def _views(self, block: np.ndarray) -> list[np.ndarray]:
+        skip = -block.ctypes.data % _ALIGNMENT
+        whole = block[skip : skip + self._nbytes - _ALIGNMENT].view(np.float32)
+        return [whole[place] for place in self._places]
+
+
+MESSAGE = [tf.int32, tf.uint8]  # index of a collective among those of its round, and bytes
 _Form = tuple[str, str, str] | None
-_NO_BYTES, _NO_FLOATS = np.empty(0, np.uint8), np.empty(0, np.float32)
 
 
 class BucketRun:
@@ -159,28 +186,27 @@ class BucketRun:
                 found[number].setdefault(_form(collective), collective)
         return found
 
-    def triple(self, number: int, buffer: np.ndarray | None) -> list[Any]:
+    def message(self, number: int, buffer: np.ndarray | None) -> list[Any]:
         """Return the message of round `number` for `carried`; `buffer` None: there is no such round."""
         rounds = self.engine.exchange.rounds
         form = _form(rounds[number] if number < len(rounds) else None)
         which = np.int32(list(self.alternatives[number]).index(form))
         if buffer is None:
-            return [which, _NO_BYTES, _NO_FLOATS]
-        if buffer.dtype == np.uint8:  # the engine writes the next message to the same memory
-            return [which, buffer.copy(), _NO_FLOATS]
-        return [which, _NO_BYTES, buffer]
+            return [which, np.empty(0, np.uint8)]
+        # the engine writes the next packet to the same memory
+        return [which, (buffer.copy() if buffer.dtype == np.uint8 else buffer).view(np.uint8)]
 
-    def carried(self, transports: Mapping[str, Any], number: int, triple: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Run round `number`; return a vector of bytes and one of floats, at most one of them not empty."""
-        which, data, floats = triple
+    def carried(self, transports: Mapping[str, Any], number: int, message: list[tf.Tensor]) -> tf.Tensor:
+        """Run round `number`; return the bytes of its result, none if there is no such round."""
+        which, data = message
 
-        def carry(collective: Round | None) -> list[tf.Tensor]:
-            no_bytes, no_floats = tf.zeros([0], tf.uint8), tf.zeros([0], tf.float32)
+        def carry(collective: Round | None) -> tf.Tensor:
             if collective is None:
-                return [no_bytes, no_floats]
-            if collective.dtype == "uint8":
-                return [start(transports, collective, data, self.engine.bucket.name), no_floats]
-            return [no_bytes, start(transports, collective, floats, self.engine.bucket.name)]
+                return tf.zeros([0], tf.uint8)
+            is_packets = collective.dtype == "uint8"
+            given = data if is_packets else tf.bitcast(tf.reshape(data, [-1, 4]), tf.float32)
+            received = start(transports, collective, given, self.engine.bucket.name)
+            return received if is_packets else tf.reshape(tf.bitcast(received, tf.uint8), [-1])
 
         branches = [partial(carry, collective) for collective in self.alternatives[number].values()]
         return branches[0]() if len(branches) == 1 else tf.switch_case(which, branches)

@@ -14,10 +14,9 @@ import tensorflow as tf
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.session import replicas
-from dgc_horovod.tensorflow.broadcast import assign_from
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.transport import Collectives
-from dgc_horovod.tensorflow.wrapping.variables import native
+from dgc_horovod.tensorflow.variables import assign_from, native
 
 if TYPE_CHECKING:
     from dgc_horovod.tensorflow.gradients.exchange import StepInputs
@@ -58,20 +57,19 @@ class WeightsWatch:
 
         def look() -> tf.Tensor:
             sound = tf.stack([tf.reduce_all(tf.math.is_finite(weight)) for weight in weights])
-            (looked,) = self._steps.call(self._judge, [due, sound], [tf.bool])
+            (looked,) = self._steps.call(self._judge, [due, sound])
             return looked
 
         done: tf.Tensor = tf.cond(tf.reduce_all(flags) & ~due, lambda: tf.constant(False), look)
         return done
 
-    def _judge(self, due: np.ndarray, sound: np.ndarray) -> list[Any]:
+    def _judge(self, due: np.ndarray, sound: np.ndarray) -> None:
         """Raise NotFinite if the optimizer made such weights; on every rank, as they are the same."""
         buckets, update = self._steps.buckets, self._steps.update
         name = next((name for name, is_sound in zip(self._names, sound, strict=True) if not is_sound), "")
         if due and name:
             raise NotFinite(made_not_finite(buckets.steps - 1, name, update.unknown))
         buckets.ending.spoilt = lambda: name
-        return [np.bool_(True)]
 
 
 _log = logging.getLogger("dgc_horovod")
@@ -131,12 +129,10 @@ class Replicas:
         found = replicas.compared(int(step), names, records[:, 1:].tolist())
         self._check.note(part, int(step), found is None)
         if found is not None:
-            rates, alike_after = (
-                np.ascontiguousarray(records[:, 0]).view(np.float32),
-                self._check.alike_after.get(part, 0),
-            )
+            rates = np.ascontiguousarray(records[:, 0]).view(np.float32)
             options = [{} if self._check.own_options else {"learning rate": str(rate)} for rate in rates]
-            self._check.stop_or_tell(found, [replicas.Circumstances(each, alike_after=alike_after) for each in options])
+            after = self._check.alike_after.get(part, 0)
+            self._check.stop_or_tell(found, [replicas.Circumstances(each, alike_after=after) for each in options])
         return [np.bool_(found is None)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:
@@ -148,7 +144,7 @@ class Replicas:
             if self._steps.update.arithmetic.dense_is_stock:
                 (own,) = self._steps.call(self._second, [armed], [tf.float64])
                 theirs = self._collectives.broadcast(own, "replicas.second")
-                set_right += self._steps.call(self._take_second, [theirs], [tf.bool])
+                set_right += self._steps.call(self._take_second, [theirs])
             with tf.control_dependencies(set_right):
                 return tf.constant(True)
 
@@ -158,9 +154,8 @@ class Replicas:
     def _second(self, _: np.ndarray) -> list[Any]:
         return [self._steps.buckets.second.packed()]
 
-    def _take_second(self, theirs: np.ndarray) -> list[Any]:
+    def _take_second(self, theirs: np.ndarray) -> None:
         self._steps.buckets.second.unpack(theirs)
-        return [np.bool_(True)]
 
 
 def _plain(variable: tf.Variable) -> tf.Tensor:

@@ -1,14 +1,20 @@
-"""Horovod's collectives in a graph, on process sets of nodes as well, and the watchdog of every wait."""
+"""Python functions and Horovod's collectives in a TensorFlow graph, and the watchdog of every wait.
+
+Python functions work on the arrays of the kernels, without a copy. They must never wait for another rank: two calls
+could block the pool's threads in opposite orders on two ranks.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,14 +24,97 @@ import tensorflow as tf
 from dgc_horovod import envvars, leaving
 from dgc_horovod.config_check import cut
 from dgc_horovod.core.nodes import LAST_STEP_SECONDS, declare, declared, meet_at_exit
-from dgc_horovod.errors import CollectiveTimeout
+from dgc_horovod.errors import BackendUnavailable, CollectiveTimeout
 from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE
 from dgc_horovod.exchange.hierarchical import Topology
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.contract import Array, Kernels
 from dgc_horovod.notices import timed_out
 from dgc_horovod.stats import Traffic
-from dgc_horovod.tensorflow.gradients.host_calls import behind, host_call
 
 _log = logging.getLogger("dgc_horovod")
+_SCALARS = (tf.bool, tf.int32, tf.int64)  # dtypes that Python functions return as flags, numbers and gates only
+
+
+def kernels_on(device: str | None) -> Kernels:
+    """Return the kernels for gradients on a GPU (through torch, by DLPack), or on the host, also without torch."""
+    if device is not None:
+        try:
+            return registry.choose(device)
+        except BackendUnavailable as error:
+            _log.warning("dgc_horovod: gradients on %s go through host memory (%s)", device, error)
+    threads = tf.config.threading.get_intra_op_parallelism_threads()  # that TensorFlow uses inside an operation
+    return registry.choose("cpu", threads or len(os.sched_getaffinity(0)))
+
+
+def host_call(
+    function: Callable[..., Sequence[Any] | None],
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType] = (tf.bool,),
+    kernels: Any = None,
+) -> list[tf.Tensor]:
+    """Return the tensors of ``function(*inputs)``, which is called when the graph runs.
+
+    Args:
+        function: function of Arrays of `kernels` (NumPy arrays without) that returns one for each of `dtypes`; those of
+            `_SCALARS` are scalars. If it returns nothing, the tensor is True.
+        inputs: tensors. A NumPy function sees their memory; a torch function gets them by DLPack, on their device.
+        dtypes: dtypes of the results.
+        kernels: `contract.Kernels` whose arrays the function works on; None: NumPy's.
+    """
+
+    def called(*arrays: Array) -> list[Any]:
+        found = function(*arrays)
+        return [np.bool_(True)] if found is None else list(found)
+
+    if kernels is None or kernels.array_kind == "numpy":
+        return _as_list(tf.numpy_function(called, list(inputs), list(dtypes)))
+
+    def through_dlpack(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        arrays = [kernels.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)) for tensor in tensors]
+        return [_as_tensor(result, kernels) for result in called(*arrays)]
+
+    return _as_list(tf.py_function(through_dlpack, list(inputs), list(dtypes)))
+
+
+def behind(gate: tf.Tensor, tensor: tf.Tensor | tf.IndexedSlices) -> Any:
+    """Return `tensor` once `gate` is there. Inputs of collectives pass through this, so that they run at every step.
+
+    To TensorFlow a collective has no effect beside its result. It would run one on a constant once, while it optimizes
+    the graph, in spite of control dependencies: ranks would hang, or apply that result for ever. Nothing is copied.
+
+    Args:
+        gate: scalar that a host call has returned, True or an integer >= 0.
+        tensor: tensor or IndexedSlices.
+    """
+    zero = tf.cast(tf.minimum(tf.reshape(tf.cast(gate, tf.int64), [1]), 0), tf.int32)
+
+    def same(part: tf.Tensor) -> tf.Tensor:
+        # a slice whose begin depends on the gate; TensorFlow would optimize away a reshape, or a product with zeros
+        whole = tf.reshape(tf.slice(tf.reshape(part, [-1]), zero, [-1]), tf.shape(part))
+        whole.set_shape(part.shape)
+        return whole
+
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(same(tensor.values), same(tensor.indices), tensor.dense_shape)
+    return same(tensor)
+
+
+def _as_list(results: tf.Tensor | Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return a list, with known shapes of scalars; in eager mode TensorFlow returns a single result without one."""
+    found: list[Any] = list(results) if isinstance(results, (list, tuple)) else [results]
+    for result in found:
+        if result.dtype in _SCALARS:
+            result.set_shape([])
+    return found
+
+
+def _as_tensor(result: Array, kernels: Any) -> tf.Tensor:
+    if isinstance(result, (np.ndarray, np.generic)):
+        return tf.convert_to_tensor(result)
+    return tf.experimental.dlpack.from_dlpack(kernels.to_dlpack(result))
+
+
 _LOOK_EVERY = 0.25  # seconds
 _SHUTDOWN_LASTS = 60.0  # most seconds that the end of the process waits for a shutdown under way
 
@@ -180,30 +269,22 @@ class Collectives:
 
     def allgather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return the concatenated tensors of all ranks, in rank order."""
-        return self._run(hvd.allgather, tensor, name)
+        return self.run(hvd.allgather, tensor, name)
 
     def alltoall(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Send part i of N equal ones to rank i; return the received parts, in rank order."""
-        return self._run(hvd.alltoall, tensor, name)
+        return self.run(hvd.alltoall, tensor, name)
 
-    def allreduce(
-        self, tensor: tf.Tensor, name: str, op: int = hvd.Sum, prescale: float = 1.0, postscale: float = 1.0
-    ) -> tf.Tensor:
+    def allreduce(self, tensor: tf.Tensor, name: str, op: int = hvd.Sum) -> tf.Tensor:
         """Return the sum or average over the ranks."""
-        return self._run(hvd.allreduce, tensor, name, op=op, prescale_factor=prescale, postscale_factor=postscale)
-
-    def allreduce_together(
-        self, tensors: list[tf.Tensor], name: str, op: int, prescale: float, postscale: float
-    ) -> list[tf.Tensor]:
-        """Return the sums or averages over the ranks, which are reduced as one operation."""
-        scales = {"prescale_factor": prescale, "postscale_factor": postscale}
-        return self._run(hvd.grouped_allreduce, tensors, name, op=op, **scales)
+        return self.run(hvd.allreduce, tensor, name, op=op)
 
     def broadcast(self, tensor: tf.Tensor, name: str, root: int = 0) -> tf.Tensor:
         """Return the tensor of rank `root` of the set."""
-        return self._run(hvd.broadcast, tensor, name, root_rank=self.global_rank(root))
+        return self.run(hvd.broadcast, tensor, name, root_rank=self.global_rank(root))
 
-    def _run(self, operation: Callable[..., Any], tensor: Any, name: str, **more: Any) -> Any:
+    def run(self, operation: Callable[..., Any], tensor: Any, name: str, **more: Any) -> Any:
+        """Return the result of an `operation` of Horovod; `more`: arguments of its own."""
         if self.alone:
             return tensor
         name = self.full_name(name)
@@ -222,20 +303,11 @@ class Collectives:
             reduce: function that makes the operations, and returns their results; its argument is a tensor that is
                 there once the clock runs, see `behind`.
         """
-
-        def arm() -> list[Any]:
-            self.arm(name)
-            return [np.int32(0)]
-
-        def disarm(_: np.ndarray) -> list[Any]:
-            self.watch.disarm()
-            return [np.bool_(True)]
-
         with tf.control_dependencies(tf.nest.flatten(list(given), expand_composites=True)):
-            armed = host_call(arm, [], [tf.int32])
+            armed = host_call(partial(self.arm, name), [])
         results = reduce(armed[0])
         with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-            disarmed = host_call(disarm, armed, [tf.bool])
+            disarmed = host_call(lambda _: self.watch.disarm(), armed)
         with tf.control_dependencies(disarmed):
             return tf.nest.map_structure(tf.identity, results)
 

@@ -12,10 +12,10 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.files import AnyPath
 from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.tensorflow import optimizer as _optimizer
-from dgc_horovod.tensorflow.broadcast import broadcast_variables
 from dgc_horovod.tensorflow.keras import callbacks, elastic
+from dgc_horovod.tensorflow.settings import Compression
 from dgc_horovod.tensorflow.state import load_checkpoint, save_checkpoint
-from dgc_horovod.tensorflow.wrapping.settings import Compression
+from dgc_horovod.tensorflow.variables import broadcast_variables
 
 __all__ = [
     "Compression",

@@ -11,15 +11,14 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from horovod._keras.callbacks import LearningRateScheduleCallbackImpl
 
 from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.tensorflow import joining
-from dgc_horovod.tensorflow.broadcast import broadcast_variables, shared_variables
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
-from dgc_horovod.tensorflow.session.session import session_of
-from dgc_horovod.tensorflow.wrapping.variables import key_of, keys_of
+from dgc_horovod.tensorflow.session import has_unused, session_of
+from dgc_horovod.tensorflow.variables import broadcast_variables, key_of, keys_of, shared_variables
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -90,7 +89,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if any(getattr(each, "_dgc_taken", False) for each in (optimizer, inner)):
             return True
         plain = type(self.model).train_step is keras.Model.train_step  # others may exchange gradients there
-        if plain and joining.has_unused() and hvd.rank() == 0:
+        if plain and has_unused() and hvd.rank() == 0:
             _log.warning(
                 "dgc_horovod: this model's %s is not the optimizer that DistributedOptimizer has returned, which has "
                 "made no step: its gradients are not exchanged. Compile the model with the returned optimizer",
@@ -146,8 +145,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(zip(names, averaged.tolist(), strict=True))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` between two epochs.
+class LearningRateScheduleCallback(LearningRateScheduleCallbackImpl, keras.callbacks.Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` between two epochs; when, is Horovod's code.
 
     Args:
         initial_lr: learning rate that is multiplied, > 0 and finite.
@@ -160,6 +159,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps_per_epoch: batches in an epoch; None: asked of Keras.
     """
 
+    steps_per_epoch: int | None
+
     def __init__(
         self,
         initial_lr: float,
@@ -170,14 +171,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(initial_lr, (int, float)) or not 0 < initial_lr < math.inf:
             raise ConfigError(f"initial_lr must be a positive number, got {initial_lr!r}")
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction = staircase, momentum_correction
-        self.steps_per_epoch, self.current_epoch = steps_per_epoch, 0
-        self.multiplier: Callable[[float], float] = (
-            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        super().__init__(
+            None, initial_lr, multiplier, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch
         )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -196,20 +193,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """The optimizer with the learning rate: the one inside a LossScaleOptimizer."""
         return getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.current_epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        epoch = self.current_epoch
-        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
-            return
-        if not self.staircase:
-            assert self.steps_per_epoch is not None
-            self._set(epoch + batch / self.steps_per_epoch)
-        elif batch == 0:
-            self._set(epoch)
-
-    def _set(self, epoch: float) -> None:
+    def _adjust_learning_rate(self, epoch: float) -> None:
         optimizer = self._optimizer
         old, new = float(optimizer.learning_rate.numpy()), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -22,11 +23,9 @@ from dgc_horovod.config_check import check_agreement
 from dgc_horovod.errors import CollectiveTimeout, ConfigError, DGCError
 from dgc_horovod.notices import going_back
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, own_variables, shared_variables, values_of
 from dgc_horovod.tensorflow.gradients.transport import Collectives, wait_for_shutdown
-from dgc_horovod.tensorflow.session.session import session_of
-from dgc_horovod.tensorflow.state import passes_of
-from dgc_horovod.tensorflow.wrapping.settings import Settings
+from dgc_horovod.tensorflow.session import passes_of, session_of
+from dgc_horovod.tensorflow.variables import assign, broadcast_variables, own_variables, shared_variables, values_of
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 # Texts of errors of Horovod's operations when another rank is gone; paths of files in them may contain more
@@ -97,8 +96,7 @@ class KerasState(ObjectState):
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         session = self._session = session_of(self.optimizer)
-        self._settings = None if session is None else session.distribution.settings
-        compresses = self._settings is not None and self._settings.config is not None
+        compresses = session is not None and session.distribution.settings.config is not None
         self._distribution = session.distribution if session is not None and compresses else None
         self._settled_at: int | None = None  # iterations at which there is nothing to flush
         self._remember()
@@ -115,14 +113,6 @@ class KerasState(ObjectState):
     @property
     def _iterations(self) -> int:
         return int(self.optimizer.iterations)
-
-    def _agreed_fields(self, settings: Settings) -> dict[str, str]:
-        return {
-            **settings.agreed_fields(),
-            "optimizer": type(self.optimizer).__name__,
-            "gradient accumulation": str(passes_of(self.optimizer)),
-            "flush_on_commit": str(self._flushes),
-        }
 
     def _remember(self) -> None:
         self._saved = values_of(self._all_variables)
@@ -170,19 +160,22 @@ class KerasState(ObjectState):
         with _lost_ranks():
             # a newcomer may have data to read before it comes here
             meeting = Collectives(hvd.global_process_set, "the newcomers' sync", envvars.checkpoint_seconds())
-            stock = {"compression": "an optimizer that is not distributed"}
-            check_agreement(meeting, stock if self._settings is None else self._agreed_fields(self._settings))
+            fields = {"compression": "an optimizer that is not distributed"}
+            if self._session is not None:
+                fields = {
+                    **self._session.distribution.settings.agreed_fields(),
+                    "optimizer": type(self.optimizer).__name__,
+                    "gradient accumulation": str(passes_of(self.optimizer)),
+                    "flush_on_commit": str(self._flushes),
+                }
+            check_agreement(meeting, fields)
+            share = partial(broadcast_variables, self._variables, root_rank=0)
             if self._session is None:
-                self._share()
+                share()
             else:
-                self._session.strategy.meet(self._share)
+                self._session.strategy.meet(share)
             if self._distribution is not None:
-                state = self._distribution.residuals(own=False) or ResidualState(0, 1, averages=True)
-                shared = broadcast_object(state.shared, root_rank=0, name="dgc.elastic.step")
-                self._distribution.join(shared, self._iterations)
+                self._distribution.join(self._iterations)
             self._settled_at = self._iterations
             self._remember()
             super().sync()
-
-    def _share(self) -> None:
-        broadcast_variables(self._variables, root_rank=0)

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod.tensorflow import broadcast_variables
-from dgc_horovod.tensorflow.broadcast import own_variables
 from dgc_horovod.tensorflow.keras import (
     Compression,
     DistributedOptimizer,
@@ -21,6 +20,7 @@ from dgc_horovod.tensorflow.keras import (
     elastic,
     load_model,
 )
+from dgc_horovod.tensorflow.variables import own_variables
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import everything, fingerprint, fit, keras, momentum_sgd, shard, smooth_model, weights
 from tests.helpers.logs import messages

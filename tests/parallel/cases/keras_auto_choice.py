@@ -113,7 +113,7 @@ def given_up() -> dict[str, Any]:
         slots = float(sum(np.abs(slot.numpy()).sum() for slot in optimizer.variables if path in slot.path))
         train(model, optimizer, 3, first=4)
         found[f"several, {name}"] = [own > 0, moved, slots > 0]
-        found[f"several, {name}, modes"] = [each.auto.choice.trial.mode for each in session(optimizer).exchanges]
+        found[f"several, {name}, modes"] = [each.choice.trial.mode for each in session(optimizer).exchanges]
         found[f"several, {name}, prints"] = fingerprint(model)
         found[f"several, {name}, finite"] = bool(np.isfinite(weights(model)).all())
     return found

@@ -1,22 +1,36 @@
-"""The owner of a Keras optimizer's steps, and the strategy that exchanges at every step."""
+"""The owner of a Keras optimizer's steps, the strategy that exchanges at every step, flushes and ``hvd.join()``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
-from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.errors import CollectiveTimeout, UnsupportedUse
+from dgc_horovod.notices import JOINED
 from dgc_horovod.session import base
-from dgc_horovod.tensorflow.broadcast import shared_variables
-from dgc_horovod.tensorflow.clipping.of_optimizer import clipped
-from dgc_horovod.tensorflow.distribution import Distribution
-from dgc_horovod.tensorflow.gradients.exchange import Exchanged, StepInputs
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, VariableSet, is_frozen, key_of, native, scaled
+from dgc_horovod.state.residual_state import RESIDUAL, SECOND
+from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
+from dgc_horovod.tensorflow.gradients.exchange import Exchanged, GradientExchange, StepInputs
+from dgc_horovod.tensorflow.gradients.transport import Collectives, watched
+from dgc_horovod.tensorflow.settings import clipped
+from dgc_horovod.tensorflow.variables import (
+    Gradient,
+    Key,
+    VariableSet,
+    is_frozen,
+    key_of,
+    native,
+    scaled,
+    shared_variables,
+)
 
 Own = Callable[..., Any]  # a method of the user's class of optimizer
 
@@ -93,18 +107,15 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         if not self.distribution.takes_part or len(known) != len(grads) or not known:
             own(grads, given)
         else:
-            self._check(known)
+            if self.scaled_by_another:
+                raise UnsupportedUse(self.strategy.no_scaler)
+            for variable in known:
+                if getattr(variable, "overwrite_with_gradient", False):
+                    raise UnsupportedUse(
+                        f"{variable.path!r} is overwritten by its gradient (float8 training), which cannot be "
+                        "combined over ranks; use another dtype policy"
+                    )
             self.strategy.apply(grads, list(known), own)
-
-    def _check(self, variables: Sequence[Any]) -> None:
-        if self.scaled_by_another:
-            raise UnsupportedUse(self.strategy.no_scaler)
-        for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                raise UnsupportedUse(
-                    f"{variable.path!r} is overwritten by its gradient (float8 training), which cannot be combined "
-                    "over ranks; use another dtype policy"
-                )
 
     @contextmanager
     def during(self, application: Application) -> Iterator[None]:
@@ -115,26 +126,11 @@ class Session(base.Session[keras.optimizers.Optimizer]):
         finally:
             self.application = before
 
-    def save(self, variables: Sequence[Any], store: MutableMapping[str, Any]) -> None:
-        """Put variables into a file; slots that the engine has taken over get its values."""
-        self.distribution.ownership.look(self.iterations)
-        rate = float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
-        ours = self.distribution.for_slots(rate)
-        for i, variable in enumerate(variables):
-            value = ours.get(id(native(variable)))
-            store[str(i)] = variable.numpy() if value is None else value
-
 
 def session_of(optimizer: object) -> Session | None:
     """Return the session of an optimizer, or of the one inside a LossScaleOptimizer; None if there is none."""
     found = getattr(optimizer, "_dgc", None)
     return found if isinstance(found, Session) else None
-
-
-OWN_APPLY = (
-    "{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would diverge. Use a "
-    "DistributedGradientTape, and give its gradients to {name}"
-)
 
 
 class ExchangedApplication(Application):
@@ -207,7 +203,8 @@ class ExchangedApplication(Application):
 
     def is_split(self, variable: keras.Variable) -> bool:
         """See `Application`."""
-        return self._split and key_of(variable) in self._variables.compressed
+        exchange = self._variables.exchange
+        return self._split and exchange is not None and key_of(variable) in exchange.compressed
 
 
 class Strategy(base.Strategy[Session, tf.Variable]):
@@ -251,4 +248,130 @@ class EveryStep(Strategy):
         with session.during(application):
             own(agreed.completed(grads), variables)
         if not (application.exchanged or session.optimizer.gradient_accumulation_steps):
-            raise UnsupportedUse(OWN_APPLY.format(name=type(session.optimizer).__name__))
+            name = type(session.optimizer).__name__
+            raise UnsupportedUse(
+                f"{name} steps in an apply() of its own, in which nothing is exchanged: the ranks would diverge. Use a "
+                f"DistributedGradientTape, and give its gradients to {name}"
+            )
+
+
+# -- flushes
+
+
+class WholeApplication(Application):
+    """An application of gradients of many steps, which are not clipped by limits for one step."""
+
+    def clip_gradients(self, grads: Sequence[Gradient], own: Own) -> list[Gradient]:
+        """See `Application`."""
+        return list(grads)
+
+
+def flush(session: Session, own: Own) -> None:
+    """See ``flush`` of the optimizer. `own`: ``apply`` of the user's class."""
+    optimizer, distribution = session.optimizer, session.distribution
+    distribution.ownership.look(session.iterations)
+    distribution.residuals()  # raises its errors before anything is changed
+    if distribution.ownership.holds_loaded:  # before the first step
+        trained = [variable for variable in optimizer._trainable_variables if not is_frozen(variable)]
+        distribution.variable_set(trained, trained, session.local)  # as for dense gradients
+    if not any(exchange.keeps_state for exchange in distribution.compressing):
+        return
+    if distribution.update.arithmetic.flush_is_step and passes_of(optimizer) > 1:
+        raise UnsupportedUse("flush() with accumulated gradients is supported under momentum correction only")
+    (exchange,) = distribution.compressing
+    steps, update = exchange.steps, distribution.update
+    variables, left = {key_of(variable): variable for variable in optimizer._trainable_variables}, _left(exchange)
+    # even a step with a gradient of zeros would move the weights, by momentum and decay
+    if not any(kept.any() for parts in left.values() for kept in parts.values()):
+        steps.in_slots = True
+        return
+    given = {i: variables[exchange.sources[i].key] for i in sorted(left)}
+    if update.arithmetic.flush_is_step:
+        scale = optimizer.loss_scale_factor or 1  # by which Keras divides
+        with session.during(WholeApplication()):
+            own([scaled(tf.cast(left[i][RESIDUAL], v.dtype), scale) for i, v in given.items()], list(given.values()))
+    else:
+        share = 1 if distribution.settings.averages else exchange.collectives.workers
+        rate, compressed = float(optimizer.learning_rate), exchange.compressed
+        for i, v in given.items():
+            key = key_of(v)
+            kept = update.hand_back(key, native(v), left[i], rate, key in compressed, ends=True)
+            if kept is not None:
+                steps.buckets.keep(steps.names[i], {RESIDUAL: np.asarray(kept).reshape(-1) / np.float32(share)})
+    for variable in given.values():
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
+    steps.buckets.second.clear()
+    steps.in_slots = True
+
+
+def passes_of(optimizer: keras.optimizers.Optimizer) -> int:
+    """Return the number of backward passes that a distributed Keras optimizer accumulates for a step, >= 1."""
+    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
+
+
+def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
+    """Combine the state of all ranks, by number of the variable and part, in its shape; u and v are zero afterwards."""
+    steps, collectives = exchange.steps, exchange.collectives
+    op = hvd.Average if exchange.settings.averages else hvd.Sum
+
+    def combined(whole: np.ndarray, name: str) -> np.ndarray:
+        with watched(collectives.process_set, collectives.full_name(name)):
+            return np.asarray(collectives.allreduce(tf.constant(whole), name, op).numpy())
+
+    left, _ = base.left_of_all(steps.buckets, collectives, combined)
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for run, parts in zip(steps.runs, left, strict=True):
+        if exchange.update.arithmetic.dense_is_stock and not run.engine.bucket.uncompressed:
+            parts[SECOND] = steps.second_of(run)
+        for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
+            found[i] = {part: x[segment.place].reshape(exchange.sources[i].shape) for part, x in parts.items()}
+    return found
+
+
+# -- hvd.join(), which is possible after the same number of steps on all ranks
+
+# While a rank is in it, no packet can be exchanged: the allgather of the others ends Horovod's background loop with
+# "unordered_map::at". So the ranks meet before they join.
+_UNEVEN = (
+    "hvd.join(): another rank did not call it. With compressed gradients in TensorFlow it cannot wait for ranks that "
+    "have more data: give every rank the same number of steps (drop_remainder, steps_per_epoch, "
+    "dataset.repeat().take(n)), or use compression none"
+)
+_stock_call = mpi_ops.MPI_LIB.horovod_join
+
+
+def _of_optimizers() -> list[Distribution]:
+    return [session.distribution for session in base.sessions() if isinstance(session, Session)]
+
+
+def has_unused() -> bool:
+    """Whether a compressed optimizer has made no step so far."""
+    return any(each.settings.config is not None and not each.used for each in _of_optimizers())
+
+
+def _join(*args: object, **kwargs: object) -> Any:
+    every = [*_of_optimizers(), *of_tapes.values()]
+    if any(each.takes_part and each.compresses for each in every):
+        _meet()
+    for exchange in [exchange for each in every for exchange in each.choosing]:
+        if not exchange.choice.trial.ended:
+            exchange.choice.give_up(JOINED)
+    return _stock_call(*args, **kwargs)
+
+
+def _meet() -> None:
+    """Wait until every rank has called join.
+
+    Raises:
+        UnsupportedUse: another rank did not come within DGC_TIMEOUT seconds; its next step fails there too.
+    """
+    if not tf.executing_eagerly():
+        raise UnsupportedUse("hvd.join() inside a tf.function, while gradients are compressed; call it outside")
+    try:
+        Collectives(hvd.global_process_set, "join").gather_bytes(b"here", "meeting")
+    except (CollectiveTimeout, tf.errors.OpError) as error:  # whichever rank's time is over first ends Horovod
+        raise UnsupportedUse(_UNEVEN) from error
+
+
+mpi_ops.MPI_LIB.horovod_join = _join  # wherever a script imports it from

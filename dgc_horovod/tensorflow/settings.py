@@ -1,11 +1,16 @@
-"""Arguments of the TensorFlow adapter, with its ``Compression``, and their checks."""
+"""Arguments of the TensorFlow adapter, with its ``Compression``, and their checks; Keras' own clipping among them.
+
+Under compression Keras' clipping is local: each rank's gradient is clipped before it is compressed, DGC 3.1. The
+exchanged update comes in bursts: a limit for gradients would cut it, and the part that is cut is lost.
+``global_clipnorm`` becomes the compression's ``clip_norm``; ``clipnorm`` and ``clipvalue`` are applied in the graph.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +20,14 @@ import tensorflow as tf
 from horovod.common.util import split_list
 from horovod.tensorflow.compression import Compression as HorovodCompression
 from horovod.tensorflow.compression import Compressor
+from keras.optimizers import Optimizer
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
-from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide
+from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide, clip_limit
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
-from dgc_horovod.tensorflow.wrapping.variables import Key, Source, key_of
+from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of
 
 _log = logging.getLogger("dgc_horovod")
 
@@ -115,8 +121,10 @@ class Settings:
             return 1 / tf.cast(hvd.size_op(process_set_id=self.process_set.process_set_id), tf.float32)
         return 1 / self.process_set.size()
 
-    def as_stock(self) -> Settings:
-        """Return the settings without compression; its `clip_norm` limits the averages."""
+    def as_stock(self, why: str = "") -> Settings:
+        """Return the settings without compression; its `clip_norm` limits the averages. Rank 0 tells `why`."""
+        if why and hvd.rank() == 0:
+            tell_stock(why, STOCK)
         limit = None if self.config is None else self.config.clip_norm
         return dataclasses.replace(self, compression=Compression.none, config=None, clip_norm=limit)
 
@@ -142,8 +150,11 @@ class Settings:
         return [number.get(source.key, -1) for source in sources]
 
 
-def make_settings(compression: object, num_groups: int, groups: object, **fields: Any) -> Settings:
-    """Check Horovod's arguments.
+def make_settings(given: Mapping[str, Any]) -> Settings:
+    """Check Horovod's arguments, and return the settings.
+
+    Args:
+        given: arguments of a factory, by name; others than fields of `Settings` are ignored, but for ``num_groups``.
 
     Raises:
         ConfigError: one is out of range.
@@ -154,20 +165,20 @@ def make_settings(compression: object, num_groups: int, groups: object, **fields
             "eager execution is switched off (a TensorFlow 1 graph); dgc_horovod needs TensorFlow 2: remove "
             "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
         )
+    compression, groups = given["compression"], given["groups"]
     if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None:
-        config.check_reduction(fields["op"] == hvd.Average)
-    # each call of Compression.dgc() makes another object, of one config
-    own = compression if config is None else None
-    settings = Settings(own, config, groups=_groups(groups if groups is not None else num_groups), **fields)
+        config.check_reduction(given["op"] == hvd.Average)
+    names = {field.name for field in dataclasses.fields(Settings)}
+    fields = {name: value for name, value in given.items() if name in names}
+    own = compression if config is None else None  # each call of Compression.dgc() makes another object, of one config
+    groups = _groups(groups if groups is not None else given["num_groups"])
+    settings = Settings(**{**fields, "compression": own, "config": config, "groups": groups})
     if config is not None and config.automatic and envvars.horovod_elastic():
-        if hvd.rank() == 0:
-            tell_stock(
-                "under Horovod Elastic the number of ranks changes, and auto measures for one number only", STOCK
-            )
-        settings, config = settings.as_stock(), None
+        why = "under Horovod Elastic the number of ranks changes, and auto measures for one number only"
+        settings, config = settings.as_stock(why), None
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others are not supported under Keras 3")
     check_predivide(settings.gradient_predivide_factor, settings.averages)
@@ -194,3 +205,104 @@ def _groups(groups: Any) -> Groups:
     if not all(key for group in keys for key in group) or not all(keys):
         raise ConfigError(f"groups must be a number >= 1 or a list of lists of variables, got {groups!r}")
     return keys
+
+
+CLIPPINGS = ("clipnorm", "global_clipnorm", "clipvalue")  # in the order in which Keras looks
+
+
+def clipping_of(optimizer: Optimizer) -> tuple[str, float] | None:
+    """Return the kind of Keras' clipping that an optimizer applies, and its limit; None: none."""
+    limits = [(kind, getattr(optimizer, kind)) for kind in CLIPPINGS]
+    return next(((kind, float(limit)) for kind, limit in limits if limit and limit > 0), None)
+
+
+def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
+    """Return `settings` with the clipping of Keras' `optimizer`, and log the change on rank 0.
+
+    A ``clip_norm`` of the compression, if there is one, replaces the optimizer's clipping. With local steps clipping is
+    the optimizer's own.
+
+    Raises:
+        UnsupportedUse: the optimizer's class has a clipping of its own; the number of ranks may change.
+    """
+    own, config = clipping_of(optimizer), settings.config
+    if config is None or config.exchanges_weights:
+        return settings
+    if type(optimizer)._clip_gradients is not Optimizer._clip_gradients:
+        raise UnsupportedUse(
+            f"{type(optimizer).__name__} clips in a way of its own (_clip_gradients), which would cut the exchanged "
+            "update; clip each gradient in the script before it is applied, or pass clip_norm=... to the compression "
+            "and leave _clip_gradients to Keras"
+        )
+    if own is None:
+        return settings
+    kind, limit = own
+    if config.clip_norm is not None:
+        if own != ("global_clipnorm", config.clip_norm):
+            _tell(
+                settings,
+                f"clip_norm={config.clip_norm:g} of the compression is used; {kind}={limit:g} of the optimizer is not "
+                "applied",
+            )
+        return settings
+    _check_ranks_stay(kind)
+    _tell(
+        settings,
+        f"{'in compressed steps ' if config.automatic else ''}{kind}={limit:g} of the optimizer clips each rank's own "
+        f"gradient before it is compressed, at {'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; the "
+        "exchanged update is not clipped",
+    )
+    if kind != "global_clipnorm":
+        return settings
+    return dataclasses.replace(settings, config=config.replace(clip_norm=limit))
+
+
+def clipped(gradient: Gradient, optimizer: Optimizer, settings: Settings, local: bool) -> Gradient:
+    """Clip one variable's `gradient` by ``clipnorm`` or ``clipvalue`` of `optimizer`, if nothing else clips.
+
+    Args:
+        local: whether the variable is not exchanged, so that its noise is not averaged.
+    """
+    own = clipping_of(optimizer)
+    if own is None or settings.config is None or settings.config.clip_norm is not None:
+        return gradient
+    kind, c = own
+    _check_ranks_stay(kind)
+    limit = clip_limit(c, 1 if local else settings.process_set.size(), settings.averages)
+    dense = tf.convert_to_tensor(gradient)
+    return tf.clip_by_norm(dense, limit) if kind == "clipnorm" else tf.clip_by_value(dense, -limit, limit)
+
+
+def averages_clipped(gradients: list[tf.Tensor], optimizer: Optimizer, settings: Settings) -> list[tf.Tensor]:
+    """Clip the averages of all ranks as Keras does, or by ``clip_norm`` of the compression."""
+    assert settings.config is not None
+    limit = settings.config.clip_norm
+    if limit is not None and clipping_of(optimizer) != ("global_clipnorm", limit):
+        norms = [tf.norm(tf.cast(gradient, tf.float32)) for gradient in gradients]  # dtypes may differ
+        factor = limit / tf.maximum(tf.norm(tf.stack(norms)), limit)
+        return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+    return list(Optimizer._clip_gradients(optimizer, gradients))
+
+
+def check_change(optimizer: Optimizer, config: DGCConfig | None, kind: str, limit: float | None) -> None:
+    """Raise UnsupportedUse if a limit that is set after wrapping would have no effect."""
+    if config is None or config.exchanges_weights or limit == getattr(optimizer, kind):
+        return  # with local steps clipping is the optimizer's own
+    if kind == "global_clipnorm" or config.clip_norm is not None:
+        raise UnsupportedUse(
+            f"{kind}={limit} was set after the optimizer was wrapped, and the limit of each rank "
+            f"(clip_norm={config.clip_norm}) is fixed then; set it on the Keras optimizer, and wrap that one again"
+        )
+
+
+def _check_ranks_stay(kind: str) -> None:
+    if kind != "global_clipnorm" and envvars.horovod_elastic():
+        raise UnsupportedUse(
+            "clipnorm and clipvalue depend on the number of ranks, which changes under Horovod Elastic; use "
+            "global_clipnorm, or clip_norm of the compression"
+        )
+
+
+def _tell(settings: Settings, text: str) -> None:
+    if settings.process_set.included() and settings.process_set.rank() == 0:
+        _log.warning("dgc_horovod: %s", text)

@@ -16,13 +16,23 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.notices import clips_alone, leave_out
 from dgc_horovod.stats import ExchangeStats
-from dgc_horovod.tensorflow.broadcast import assign, broadcast_variables, shared_variables, values_of
-from dgc_horovod.tensorflow.clipping.of_optimizer import clipping_of
 from dgc_horovod.tensorflow.gradients.exchange import GradientExchange, StepInputs
-from dgc_horovod.tensorflow.gradients.host_calls import host_call
-from dgc_horovod.tensorflow.session.session import Own, Session, Strategy
-from dgc_horovod.tensorflow.state import passes_of
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, Key, all_finite, is_frozen, key_of, mapped, native
+from dgc_horovod.tensorflow.gradients.transport import host_call
+from dgc_horovod.tensorflow.session import Own, Session, Strategy, passes_of
+from dgc_horovod.tensorflow.settings import clipping_of
+from dgc_horovod.tensorflow.variables import (
+    Gradient,
+    Key,
+    all_finite,
+    assign,
+    broadcast_variables,
+    is_frozen,
+    key_of,
+    mapped,
+    native,
+    shared_variables,
+    values_of,
+)
 
 
 class LocalSteps(Strategy):
@@ -90,7 +100,7 @@ class LocalSteps(Strategy):
         everything = [*rounds.anchors, *rounds.outer, *slots]
         made = optimizer.iterations - 1  # before the last step, as at an exchange of gradients
         found = exchange(rounds.changes(), StepInputs(made, 1.0, rounds.anchors, everything))
-        counted = exchange.steps.call(exchange.steps.count_alone, [rounds.calls], [tf.int64], passes_of(optimizer))
+        counted = exchange.steps.call(exchange.steps.count_alone, [rounds.calls], [tf.bool], passes_of(optimizer))
 
         def apply() -> tf.Tensor:
             rounds.apply(found.gradients)
@@ -301,7 +311,7 @@ def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: Exchang
 
     def left_out() -> tf.Tensor:
         sound = tf.stack([all_finite([native(variable)]) for variable in variables])
-        return host_call(partial(_left_out, counts, names), [finite, sound], [tf.bool])[0]
+        return host_call(partial(_left_out, counts, names), [sound])[0]
 
     def or_zeros(elements: tf.Tensor) -> tf.Tensor:
         elements = tf.convert_to_tensor(elements)
@@ -311,9 +321,8 @@ def _finite_or_zero(grads: list[Gradient], variables: list[Any], counts: Exchang
     return [None if grad is None else mapped(grad, or_zeros) for grad in grads]
 
 
-def _left_out(counts: ExchangeStats, names: list[str], finite: np.ndarray, sound: np.ndarray) -> list[Any]:
+def _left_out(counts: ExchangeStats, names: list[str], sound: np.ndarray) -> None:
     leave_out(counts, hvd.rank(), next((name for name, is_sound in zip(names, sound, strict=True) if not is_sound), ""))
-    return [finite]
 
 
 def _like(variable: tf.Variable) -> tf.Variable:

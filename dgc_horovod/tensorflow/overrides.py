@@ -11,10 +11,9 @@ import tensorflow as tf
 
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.tensorflow.clipping.of_optimizer import KINDS, check_change
-from dgc_horovod.tensorflow.session.session import Session
-from dgc_horovod.tensorflow.state import flush
-from dgc_horovod.tensorflow.wrapping.variables import Gradient, keys_of, native
+from dgc_horovod.tensorflow.session import Session, flush
+from dgc_horovod.tensorflow.settings import CLIPPINGS, check_change
+from dgc_horovod.tensorflow.variables import Gradient, keys_of, native
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
@@ -28,7 +27,12 @@ class Methods(UsersClass):
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Save as Keras does; slots that the engine has taken over get its values."""
-        self._dgc.save(self.variables, store)
+        self._dgc.distribution.ownership.look(self._dgc.iterations)
+        rate = float(keras.ops.convert_to_numpy(self._dgc.optimizer.learning_rate))
+        ours = self._dgc.distribution.for_slots(rate)
+        for i, variable in enumerate(self.variables):
+            value = ours.get(id(native(variable)))
+            store[str(i)] = variable.numpy() if value is None else value
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Load as Keras does; u and v, which belong to the weights before, start from zero.
@@ -164,7 +168,7 @@ class Overrides(Methods):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer on the optimizer that it wraps
             self._dgc.scaled_by_another = True
-        if name in KINDS:
+        if name in CLIPPINGS:
             check_change(self, self._dgc.distribution.settings.config, name, value)
         super().__setattr__(name, value)
 

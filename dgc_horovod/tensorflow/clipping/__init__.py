@@ -1,1 +1,0 @@
-"""A script's clipping, by optimizer or tape, and the local clipping that it becomes."""

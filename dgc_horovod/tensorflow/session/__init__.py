@@ -1,1 +1,0 @@
-"""Sessions of Keras optimizers: the owner of a step, with a strategy."""

@@ -1,1 +1,0 @@
-"""Settings and variables of an optimizer or tape, and the ownership of their state."""
