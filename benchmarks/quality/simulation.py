@@ -21,7 +21,7 @@ from benchmarks.quality.variants import Variant
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.exchange.contract import ALL
-from dgc_horovod.testing.torch import Board, Loopback
+from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.session.local import LocalRounds

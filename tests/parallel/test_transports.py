@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from dgc_horovod.testing.torch import Board, Loopback
+from dgc_horovod.testing.loopback import Board, Loopback
 from tests.helpers.jobs import run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_ranks import run_torch_ranks, torchrun

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dgc_horovod.testing.loopback import Loopback
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import ALL
+from dgc_horovod.testing.loopback import Loopback
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.memory import given, given_as_wrapped

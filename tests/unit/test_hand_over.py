@@ -13,7 +13,7 @@ from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.kernels.triton.kernels import TritonKernels
 from dgc_horovod.kernels.triton.sender import TritonSender
-from dgc_horovod.testing.torch import Loopback
+from dgc_horovod.testing.loopback import Loopback
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.updates import update_of

@@ -16,7 +16,7 @@ from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.kernels.triton import memory, receiver
 from dgc_horovod.kernels.triton.kernels import TritonKernels
-from dgc_horovod.testing.torch import Board, Loopback
+from dgc_horovod.testing.loopback import Board, Loopback
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.wire.bucket import Bucket, Segment
