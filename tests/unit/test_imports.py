@@ -17,7 +17,7 @@ DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 # each line may import from itself and from those after it
 BLOCK = DESIGN.read_text().split("<!-- layers -->\n```\n")[1].split("```")[0] if DESIGN.exists() else ""
 LAYERS = [line.split() for line in BLOCK.splitlines()]
-OF_TESTING = {"torch.py": "torch", "tensorflow.py": "tensorflow"}  # whose parts they show
+OF_TESTING = {"torch.py": "torch", "loopback.py": "torch", "tensorflow.py": "tensorflow"}  # whose parts they show
 
 
 def imported(file: Path) -> set[str]:
