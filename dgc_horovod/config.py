@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ class Rule:
         wants_candidates: whether it sends the largest elements of a range, which the pass then collects.
         needs_sums: whether it looks at mean and deviation.
         on_device: whether the kernels of a device can make the whole selection.
-        sets_density: whether its density is that of the config, which a warm-up changes; else ``max_density``.
-        parameters: fields of DGCConfig that it needs, and that have no meaning for any other.
+        sets_density: whether its density is that of the config, which a warm-up changes; else ``max_density``, and it
+            needs a ``threshold``.
         min_fraction: fraction of k that it sends at least, where so many elements are not zero, in [0, 1].
     """
 
@@ -34,7 +34,6 @@ class Rule:
     needs_sums: bool = False
     on_device: bool = False
     sets_density: bool = True
-    parameters: tuple[str, ...] = ()
     min_fraction: float = 1.0
 
 
@@ -43,7 +42,7 @@ RULES: dict[str, Rule] = {
     "sampled": Rule(min_fraction=0.8),
     "gaussian": Rule(needs_sums=True, min_fraction=0.8),
     "random": Rule(wants_candidates=False),
-    "threshold": Rule(sets_density=False, parameters=("threshold",), min_fraction=0.0),
+    "threshold": Rule(sets_density=False, min_fraction=0.0),
 }
 
 
@@ -171,36 +170,33 @@ class DGCConfig:
 
     def __post_init__(self) -> None:
         settings.normalise(self)
-        for conflict in self._conflicts():
-            raise ConfigError(conflict)
-
-    def _conflicts(self) -> Iterator[str]:
-        """Yield an error text for each pair of settings that cannot be combined."""
         rule, local = RULES[self.rule], self.local_steps is not None
-        if ("threshold" in rule.parameters) != (self.threshold is not None):
-            yield (
+        if rule.sets_density != (self.threshold is None):
+            raise ConfigError(
                 f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
                 "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
                 "--dgc-threshold 0.01"
             )
         if self.automatic and (local or not rule.sets_density):
-            yield (
+            raise ConfigError(
                 "automatic goes with an exchange of gradients at every step and a rule whose density is set: use "
                 f"Compression.auto(...); got rule={self.rule!r}, local_steps={self.local_steps!r}"
             )
         if self.automatic and self.warmup is not None:
-            yield (
+            raise ConfigError(
                 "warmup goes with an exchange that is compressed from the beginning, and automatic begins with stock "
                 "Horovod's; drop one of them"
             )
         if self.warmup is not None and not rule.sets_density:
-            yield f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
+            raise ConfigError(
+                f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
+            )
         asked_for = {"local": local, AUTO: self.automatic}
         for row in settings.rows_of(self):
             if getattr(self, row.field) != row.default and not asked_for.get(row.method, True):
-                yield f"{row.field} goes with Compression.{row.method}(...), or --compression {row.method}"
+                raise ConfigError(f"{row.field} goes with Compression.{row.method}(...), or --compression {row.method}")
         if local and (self.momentum_correction or self.clip_norm is not None or self.may_use_nodes):
-            yield (
+            raise ConfigError(
                 "local steps leave momentum and clipping to the optimizer and the script, and nodes to exchange='flat' "
                 "or 'sharded': use Compression.local(...), or --compression local, without clip_norm"
             )

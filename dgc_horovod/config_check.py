@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,12 +28,8 @@ class Gatherer(Protocol):
 
 def cut(everything: bytes, sizes: Iterable[int]) -> list[bytes]:
     """Split `everything`, the ranks' data one after another, into one piece for each rank."""
-    data = memoryview(everything)
-    parts = []
-    for size in sizes:
-        parts.append(bytes(data[:size]))
-        data = data[size:]
-    return parts
+    stream = io.BytesIO(everything)
+    return [stream.read(size) for size in sizes]
 
 
 def _digest(text: str) -> bytes:
@@ -143,10 +140,8 @@ def _describe(texts: list[dict[str, str]]) -> list[str]:
 def _first_difference(a: str, b: str) -> tuple[str, str]:
     """The first entries in which two newline-separated lists differ, or the texts if they have one entry."""
     left, right = a.split("\n"), b.split("\n")
-    for x, y in zip(left, right, strict=False):
-        if x != y:
-            return x, y
-    return f"{len(left)} entries", f"{len(right)} entries"
+    lengths = f"{len(left)} entries", f"{len(right)} entries"
+    return next((pair for pair in zip(left, right, strict=False) if pair[0] != pair[1]), lengths)
 
 
 def _words_of(error: Exception) -> str:

@@ -94,7 +94,7 @@ class HorovodJob(summary.Outcome):
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job, summary.OF_HOROVOD)
+        super().__init__(job)
         self.waiting: list[ModuleType] = []  # modules of Horovod whose adapter is not complete
         if job.active:
             self.watch_exit()
@@ -276,8 +276,15 @@ class DDPJob(summary.Outcome):
         problem: what is wrong with them; "" for nothing.
     """
 
+    not_wrapped = (
+        "the script has made no DistributedDataParallel; what is sharded (FSDP), or exchanged by the script itself, "
+        "cannot be compressed"
+    )
+    not_exchanged = "no optimizer has made a step with the parameters of its DistributedDataParallel"
+    no_step = "its optimizer has made one step only, and the first one is DDP's own"
+
     def __init__(self, job: Job, problem: str) -> None:
-        super().__init__(job, summary.OF_DDP)
+        super().__init__(job)
         self._problem = problem
         self._unedited: Unedited | None = None
         self.watch_exit()

@@ -12,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +69,7 @@ class Ssh(NamedTuple):
     identity_file: str | None = None
 
 
-@dataclass(frozen=True)
-class HostReport:
+class HostReport(NamedTuple):
     """What one host has answered.
 
     Args:
@@ -106,9 +104,9 @@ def ranks_a_host(slots: str, workers: int) -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-def host_of_rank(slots: str, rank: int, workers: int) -> str:
-    """The host that Horovod puts `rank` on, as the job names it; "" if `slots` does not tell."""
-    return next((slot.hostname for slot in _assignments(slots, workers) if slot.rank == rank), "")
+def host_of_rank(slots: str, workers: int) -> dict[int, str]:
+    """The host that Horovod puts each rank on, as the job names it; nothing if `slots` does not tell."""
+    return {slot.rank: slot.hostname for slot in _assignments(slots, workers)}
 
 
 def _assignments(slots: str, workers: int) -> Sequence[Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import shlex
@@ -49,13 +48,12 @@ from dgc_horovod.settings import CARRIED, can_carry
 
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _MOST_SLOTS = 2**16  # Horovod counts them one by one
-_PLAIN = re.compile(
-    r"[\w@%+=:,./~][\w@%+=:,./~-]*"
-)  # what every shell takes as it stands, and no program for an option
+# what every shell takes as it stands, and no program for an option
+_PLAIN = re.compile(r"[\w@%+=:,./~][\w@%+=:,./~-]*")
 _ALLOWED = "letters, digits and any of @ % + = : , . / ~ - _, with no - in front"
 _KEY = envvars.STATUS_KEY.name
 _NEEDED = (
-    (launch, ("parse_args", "_run", "argparse", "discovery", "is_gloo_used", "_is_elastic")),
+    (launch, ("parse_args", "run_commandline", "argparse", "discovery", "is_gloo_used", "_is_elastic")),
     (gloo_run, ("get_remote_command", "env_util")),
     (config_parser, ("set_args_from_config",)),
 )
@@ -274,30 +272,22 @@ def why_uncompressed(status: StatusServer, workers: int) -> str:
             "known here; its own last line says it"
         )
         return ""
-    return summary.OF_HOROVOD.wrapped
+    return summary.Outcome.not_wrapped
 
 
 def _run(args: Namespace) -> int:
-    """What ``horovodrun`` does after it has parsed its command line; returns the exit code."""
+    """Run ``horovodrun`` with its arguments as parsed; returns the exit code."""
     util.EXTENSIONS.sort(reverse=True)  # the first one is asked what Horovod can do; TensorFlow loads slowly
     discovery = types.SimpleNamespace(**{**vars(launch.discovery), "HostDiscoveryScript": CheckedDiscovery})
     try:
-        if args.log_level:
-            logging.addLevelName(logging.NOTSET, "TRACE")
-            logging.basicConfig(level=logging.getLevelName(args.log_level))
-        with replaced(launch, discovery=discovery), _key_on_no_command_line():
-            launch._run(args)
+        with replaced(launch, parse_args=lambda: args, discovery=discovery), _key_on_no_command_line():
+            launch.run_commandline()
         return 0
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         print(f"dgcrun: {error}", file=sys.stderr)
         return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 def _key_on_no_command_line() -> contextlib.AbstractContextManager[None]:

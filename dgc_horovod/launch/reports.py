@@ -107,11 +107,8 @@ def _await_verdict(board: StatusBoard, number: int, workers: int, seconds: float
 def _message(absent: list[int], workers: int, names: str) -> str:
     from dgc_horovod.launch.hosts import host_of_rank  # Horovod's hosts; a job of torch comes to this module without it
 
-    slots = envvars.value(envvars.HOSTS) or ""
-    named = []
-    for rank in absent[:_MOST_NAMED]:
-        host = host_of_rank(slots, rank, workers)
-        named.append(f"rank {rank}{f' ({host})' if host else ''}")
+    hosts = host_of_rank(envvars.value(envvars.HOSTS) or "", workers)
+    named = [f"rank {rank} ({hosts[rank]})" if rank in hosts else f"rank {rank}" for rank in absent[:_MOST_NAMED]]
     more = " and more" if len(absent) >= _MOST_NAMED else ""
     return (
         f"compression is not active on {', '.join(named)}{more} of {workers} ranks, so every rank stops: the Python "

@@ -44,9 +44,8 @@ class StatusServer(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         self.key = f"dgc-{secrets.token_hex(16)}"
         self.entries: dict[str, bytes] = {}
-        self.times: dict[str, float] = {}  # when each was put there last
+        self.times: dict[str, float] = {}  # when a rank has put each there last
         self.listing = threading.Lock()  # held while many entries are sent, which may be 128 MiB
-        self._own: set[str] = set()  # keys of what dgcrun itself has put here
         self._open: dict[socket.socket, float] = {}  # since when, the oldest first
         self._changed = threading.Condition()
         super().__init__(("", port), _Handler)
@@ -64,7 +63,7 @@ class StatusServer(ThreadingHTTPServer):
     @property
     def heard_of(self) -> bool:
         """Whether any rank has reported anything."""
-        return bool(self.entries.keys() - self._own)
+        return bool(self.times)
 
     def get(self, key: str) -> Any:
         """The entry under `key`, None if there is none."""
@@ -82,8 +81,8 @@ class StatusServer(ThreadingHTTPServer):
 
     def put(self, key: str, entry: Any) -> None:
         """Keep `entry`, of any size, under `key`, for ranks to read."""
-        self._own.add(key)
-        self.keep(key, json.dumps(entry).encode())
+        with self._changed:
+            self.entries[key] = json.dumps(entry).encode()
 
     def close(self) -> None:
         """Stop serving."""
@@ -116,7 +115,7 @@ class StatusServer(ThreadingHTTPServer):
                 request.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and takes it out of the list
 
     def keep(self, name: str, data: bytes) -> bool:
-        """Keep an entry; returns whether there was room for it."""
+        """Keep an entry of a rank; returns whether there was room for it."""
         with self._changed:
             if name not in self.entries and len(self.entries) >= _MOST_ENTRIES:
                 return False

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 from dgc_horovod import at_end, envvars, leaving, recording
 from dgc_horovod.launch.reports import Reports
@@ -24,48 +24,31 @@ GIVEN_UP = "given-up."  # and any rank, with its process, that ends because anot
 RUN = "run"  # what dgcrun tells it, see `job.describe`
 
 
-class Missing(NamedTuple):
-    """What is said of a script that has compressed nothing.
-
-    Args:
-        wrapped: nothing was there to compress.
-        exchanged: something was, and has exchanged nothing.
-        step: no step was made.
-    """
-
-    wrapped: str
-    exchanged: str
-    step: str = at_end.NO_STEP
-
-
-OF_HOROVOD = Missing(
-    "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges gradients "
-    "itself (hvd.allreduce) cannot be compressed",
-    "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with what "
-    "that has returned (is the model compiled with it?)",
-)
-OF_DDP = Missing(
-    "the script has made no DistributedDataParallel; what is sharded (FSDP), or exchanged by the script itself, cannot "
-    "be compressed",
-    "no optimizer has made a step with the parameters of its DistributedDataParallel",
-    "its optimizer has made one step only, and the first one is DDP's own",
-)
-
-
 class Outcome:
     """What this rank knows of the job.
 
     Args:
         job: resolved settings of the job.
-        missing: what is said where nothing was compressed.
 
     Attributes:
+        not_wrapped, not_exchanged, no_step: what is said of a script in which nothing was there to compress, something
+            was and has exchanged nothing, and no step was made.
         refused: why some optimizers, or all, are not compressed.
         is_there: whether there is something to compress, though it has exchanged nothing yet.
     """
 
-    def __init__(self, job: Job, missing: Missing = OF_HOROVOD) -> None:
-        self.job, self._missing = job, missing
+    not_wrapped = (
+        "the script has made no DistributedOptimizer or DistributedGradientTape of Horovod's; one that exchanges "
+        "gradients itself (hvd.allreduce) cannot be compressed"
+    )
+    not_exchanged = (
+        "its DistributedOptimizer or DistributedGradientTape has exchanged nothing: the script has made no step with "
+        "what that has returned (is the model compiled with it?)"
+    )
+    no_step = at_end.NO_STEP
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.refused: list[str] = []
         self.is_there = False
         self.rank: int | None = None  # None until hvd.init()
@@ -73,16 +56,14 @@ class Outcome:
         self.wants_fp16 = False  # whether the script itself asked for half precision
         self._told: set[str] = set()
         self._recording: Recording | None = None
-        self._reports: Reports | None = None
         self._process, self._said_at = os.getpid(), -1.0  # steps when the summary was printed
         address = envvars.desk_address()
         self._desk = StatusBoard([address]) if address else None
+        self._reports = Reports(address) if address else None
 
     def begin(self, rank: int, workers: int) -> None:
         """``hvd.init()`` is done, again where the ranks have changed. Raises ConfigError: no metrics can be written."""
         self.rank = rank
-        if self._desk is not None and self._reports is None:
-            self._reports = Reports(envvars.desk_address())
         if self._reports is not None:
             self._reports.go_on_as(rank, workers)
         path = self.job.get(envvars.METRICS_FILE)
@@ -145,12 +126,12 @@ class Outcome:
         if self.job.method == "none":
             return ""
         if not self.wrapped and not PROCESS.exchanges:
-            return self._refusals() or (self._missing.exchanged if self.is_there else self._missing.wrapped)
+            return self._refusals() or (self.not_exchanged if self.is_there else self.not_wrapped)
         if self.job.config is None:
             return ""
         if not PROCESS.exchanges:  # else rank 0 is in no process set, or stock Horovod's exchange was taken at wrapping
-            return self._missing.exchanged if self.is_there else ""
-        return at_end.why_nothing(self.job.config, self._missing.step)
+            return self.not_exchanged if self.is_there else ""
+        return at_end.why_nothing(self.job.config, self.no_step)
 
     def parting(self) -> None:
         """Print the summary on rank 0: the ranks part, and Ray kills the process then, with no exit handler."""

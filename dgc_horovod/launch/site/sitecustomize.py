@@ -121,11 +121,6 @@ def _is_on() -> bool:
     return os.environ.get("DGC_ENABLED", "").lower() not in _OFF
 
 
-def is_wanted() -> bool:
-    """Whether this process is a rank of a job, and nobody has switched compression off."""
-    return _is_on() and any(name in os.environ for name in _RANK)
-
-
 def is_ours(entry: str) -> bool:
     """Whether an entry of a path is a folder of this kind, of whichever installation."""
     return entry.rstrip(os.sep).endswith(_ENDS)
@@ -143,7 +138,7 @@ def _run_hidden() -> None:
 
 
 if __name__ == "sitecustomize":
-    if is_wanted():
+    if _is_on() and any(name in os.environ for name in _RANK):  # a rank of a job
         sys.meta_path.insert(0, ImportHook())
     follow_torch()
     _run_hidden()
