@@ -13,7 +13,7 @@ from dgc_horovod.errors import ConfigError, shown, unknown
 from dgc_horovod.settings import CARRIED, SWITCH, Kind, can_carry, check, choice, is_number, number
 
 SECTION = "compression"
-_MOST_CHARACTERS, _MOST_WHOLE = 2**20, 2**63
+_MOST_BYTES, _MOST_WHOLE = 2**20, 2**63
 _LOG_LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]  # Horovod's, which may not be installed
 _NUMBER = Kind("", "", number, "a finite number", lambda value: is_number(value) and abs(value) < _MOST_WHOLE)
 _SWITCH = Kind("", "", str, "on or off", lambda value: value in (True, False))  # 1 and 0 too
@@ -111,12 +111,12 @@ def read(path: str) -> Mapping[str, Any]:
         ConfigError: it cannot be read, is no YAML of plain values, or no mapping; names the file.
     """
     try:
-        data = files.read(path, 4 * _MOST_CHARACTERS + 1)
-        text = data.decode(errors="strict" if len(data) <= 4 * _MOST_CHARACTERS else "replace")  # that one is cut off
+        data = files.read(path, _MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
+        text = data.decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
-    if len(text) > _MOST_CHARACTERS:
-        raise ConfigError(f"config file {path} is longer than {_MOST_CHARACTERS} characters")
     try:
         content = yaml.load(text, _NoDoubles)
     except Exception as error:  # a value that its tag cannot have, or one too deep, is any kind of error

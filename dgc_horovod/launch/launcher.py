@@ -107,7 +107,7 @@ def make_safe(args: Namespace) -> hosts.Ssh:
             launch.is_gloo_used(args.use_gloo, args.use_mpi, args.use_jsrun) or launch._is_elastic(args)
         ):
             args.output_filename = quoted
-    _check_place([name for name, _ in _pairs(args.hosts or "")])
+    _check_place(hosts.names_of(args.hosts or ""))
     return hosts.Ssh(args.ssh_port, args.ssh_identity_file)
 
 
@@ -125,22 +125,18 @@ def checked_slots(slots: str, source: str) -> str:
     """
     try:
         horovod_hosts.parse_hosts_and_slots(slots)
-        pairs = _pairs(slots)
+        found = horovod_hosts.parse_hosts(slots)
     except ValueError:
         raise ConfigError(f"{source} must be HOST:SLOTS,HOST:SLOTS, e.g. a:8,b:8, got {slots!r}") from None
-    for name, count in pairs:
-        if not _HOST.fullmatch(name):
+    for host in found:
+        if not _HOST.fullmatch(host.hostname):
             raise ConfigError(
-                f"{source}: a host's name has letters, digits, dots, _ and -, with no - in front, got {name!r}; give "
-                "another kind of name in ~/.ssh/config"
+                f"{source}: a host's name has letters, digits, dots, _ and -, with no - in front, got "
+                f"{host.hostname!r}; give another kind of name in ~/.ssh/config"
             )
-        if count > _MOST_SLOTS:
-            raise ConfigError(f"{source}: {name} must have at most {_MOST_SLOTS} slots, got {count}")
-    return ",".join(f"{name}:{count}" for name, count in pairs)
-
-
-def _pairs(slots: str) -> list[tuple[str, int]]:
-    return [(host.hostname, host.slots) for host in horovod_hosts.parse_hosts(slots)] if slots else []
+        if host.slots > _MOST_SLOTS:
+            raise ConfigError(f"{source}: {host.hostname} must have at most {_MOST_SLOTS} slots, got {host.slots}")
+    return ",".join(f"{host.hostname}:{host.slots}" for host in found)
 
 
 def _hosts(args: Namespace) -> str | None:
@@ -190,9 +186,9 @@ def _must_be_plain(what: str, text: str, advice: str = "") -> None:
         raise ConfigError(f"{what} must have only {_ALLOWED}: Horovod gives it to a shell, got {text!r}{advice}")
 
 
-def _check_place(hosts: Sequence[str]) -> None:
-    """The folder and our Python go into lines for ssh, if any of `hosts` is another than this. Raises ConfigError."""
-    if hosts and network.filter_local_addresses(hosts):
+def _check_place(names: Sequence[str]) -> None:
+    """The folder and our Python go into lines for ssh, if any of these hosts is another one. Raises ConfigError."""
+    if names and network.filter_local_addresses(names):
         _must_be_plain("with other hosts, the current folder", os.getcwd(), "; start from another")
         _must_be_plain("with other hosts, the path of Python", sys.executable, "; use one at another path")
 

@@ -142,29 +142,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self._name()
-        if name is not None and name.endswith(_ALL):
+        if name.endswith(_ALL):
             with self.server.listing:
                 return self._answer(200, self.server.beginning_with(name[: -len(_ALL)]))
-        data = None if name is None else self.server.entries.get(name)
+        data = self.server.entries.get(name)
         self._answer(404 if data is None else 200, data or b"")
 
     def do_PUT(self) -> None:
         name, length = self._name(), self.headers.get("Content-Length", "")
         sized = length.isascii() and length.isdigit() and 0 < int(length) <= _MOST_BYTES
-        if name is None or name.endswith(_ALL) or not sized:
-            return self._answer(400, b"")
-        data = self.rfile.read(int(length))
-        if not _is_entry(data):  # cut off, perhaps
-            return self._answer(400, b"")
-        self._answer(200 if self.server.keep(name, data) else 507, b"")
+        data = self.rfile.read(int(length)) if sized else b""
+        if not name or name.endswith(_ALL) or not _is_entry(data):  # or it is cut off
+            return self._answer(400)
+        self._answer(200 if self.server.keep(name, data) else 507)
 
-    def _name(self) -> str | None:
-        """What the request asks for; None without the key."""
+    def _name(self) -> str:
+        """What the request asks for; "" without the key."""
         key, _, name = self.path.lstrip("/").partition("/")
         known = secrets.compare_digest(key.encode(), self.server.key.encode())
-        return name if known and _NAME.fullmatch(name) else None
+        return name if known and _NAME.fullmatch(name) else ""
 
-    def _answer(self, status: int, data: bytes) -> None:
+    def _answer(self, status: int, data: bytes = b"") -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
