@@ -59,10 +59,3 @@ def train(model: Any, optimizer: Any, steps: int = 12, scaler: Any = None) -> No
     """So many steps, from this rank's first batch on."""
     for x, y in batches(steps, dist.get_rank()):
         step(model, optimizer, x, y, scaler)
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """What each rank has given."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

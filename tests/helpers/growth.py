@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CYCLES = int(os.environ.get("DGC_TEST_CYCLES", "12"))
+import pytest
+
+CYCLES, MANY = 12, 300
 _WARM_UP = 3  # cycles before the first look
+_SLOW = [pytest.mark.slow, pytest.mark.timeout(5000), pytest.mark.on_ranks(2, timeout=4000, fresh=True)]
+each_length = pytest.mark.parametrize("cycles", [CYCLES, pytest.param(MANY, marks=_SLOW)])
 
 
 def growth(cycle: Callable[[], list[weakref.ref[Any]]], cycles: int) -> dict[str, float]:
@@ -37,3 +41,14 @@ def _seen() -> dict[str, int]:
         "objects": len(gc.get_objects()),
         "kilobytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024,
     }
+
+
+def check_growth(found: dict[str, float], objects: float = 40, kilobytes: float = 100) -> None:
+    """What `growth` has found is little; counts of what an optimizer has exchanged stay, for the line at the end.
+
+    Args:
+        found: what it has returned.
+        objects, kilobytes: that may stay of each cycle.
+    """
+    assert found["alive"] == 0 and found["files"] <= 1 and found["threads"] <= 1, found
+    assert found["objects"] < objects and found["kilobytes"] < kilobytes, found

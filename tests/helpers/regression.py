@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
-# Compression fields with which nothing is rounded: what stock Horovod is compared with.
-UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
+from tests.helpers.run import UNROUNDED
+
+__all__ = ["INPUTS", "UNROUNDED", "batches", "distance", "fingerprint", "smooth_model", "target", "weights"]
 INPUTS = 32
 
 

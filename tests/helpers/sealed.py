@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.state.manifest import MANIFEST, digest
+from tests.helpers.errors import error_of
+from tests.helpers.on_ranks import same_on_ranks
 
 GONE = object()  # a field that is to be taken away
 JUNK = (
@@ -149,45 +151,27 @@ OF_KERAS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def outcomes(
-    attacks: dict[str, Callable[[Path], Any]],
-    folder: Path,
-    is_first: bool,
-    meet: Callable[[], Any],
-    load: Callable[[], str],
-    kept: Callable[[], str],
-) -> dict[str, Any]:
-    """The error of each attack, and whether something has changed on this rank; the folder is sound again behind it.
-
-    Args:
-        attacks: attacks by their error's words.
-        folder: a checkpoint, which every rank sees.
-        is_first: whether this is the rank that changes it.
-        meet: barrier of all ranks.
-        load: function that loads, and returns its error's text.
-        kept: function that returns all that a load may change.
-    """
-    found = {}
-    for words, attack in attacks.items():
-        before = kept()
-        meet()
+def check_sealed(run: Any, folder: Path) -> None:
+    """Each attack on a checkpoint of `run` is the same error on every rank, and nothing has changed."""
+    adapter = run.adapter
+    for words, attack in (OF_KERAS if adapter.kind == "keras" else OF_TORCH).items():
+        before = _bits(run)
+        adapter.barrier()
         sound = {file: file.read_bytes() for file in folder.iterdir()}
-        meet()
-        if is_first:
+        adapter.barrier()
+        if adapter.rank == 0:
             attack(folder)
-        meet()
-        found[words] = {"error": load(), "same": kept() == before}
-        meet()
-        for file, data in sound.items() if is_first else ():
+        adapter.barrier()
+        error = error_of(lambda: run.load(folder))
+        assert error.startswith("CheckpointError: ") and words in error, (words, error)
+        assert _bits(run) == before, words
+        same_on_ranks(error)
+        adapter.barrier()
+        for file, data in sound.items() if adapter.rank == 0 else ():
             file.write_bytes(data)
-        meet()
-    return found
+        adapter.barrier()
 
 
-def check_sealed(ranks: list[dict[str, Any]]) -> None:
-    """What `outcomes` has found on every rank: the same error, and nothing has changed."""
-    assert len(ranks[0]) >= len(OF_ALL) + 2
-    for words, one in ranks[0].items():
-        assert all(rank[words] == one for rank in ranks), (words, [rank[words] for rank in ranks])
-        assert one["error"].startswith("CheckpointError: ") and words in one["error"], (words, one)
-        assert one["same"], (words, one)
+def _bits(run: Any) -> list[Any]:
+    """All that a load may change."""
+    return [run.print, run.kept_bits, [slot.tobytes() for slot in run.slots()]]

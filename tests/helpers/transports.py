@@ -1,4 +1,4 @@
-"""What every transport promises, wherever its ranks live: a new one joins by a case that calls `checked`."""
+"""What every transport promises, wherever its ranks live: a new one joins by a test that calls `check`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def started(transport: Any, as_tensor: Callable[[np.ndarray], Any]) -> dict[str,
     }
 
 
-def checked(transport: Any, as_tensor: Callable[[np.ndarray], Any], under_way: dict[str, Any]) -> dict[str, bool]:
-    """Whether each collective has brought what it should; waited for in another order than they were started in."""
-    wanted = expected(transport.rank, transport.workers)
-    found = {name: transport.wait(pending) for name, pending in reversed(under_way.items())}
-    return {name: np.array_equal(np.asarray(found[name]), wanted[name]) for name in wanted}
+def check(transport: Any, as_tensor: Callable[[np.ndarray], Any], under_way: dict[str, Any] | None = None) -> None:
+    """Each collective brings what it should; waited for in another order than they were started in."""
+    under_way = under_way or started(transport, as_tensor)
+    for name, pending in reversed(under_way.items()):
+        found = np.asarray(transport.wait(pending))
+        np.testing.assert_array_equal(found, expected(transport.rank, transport.workers)[name], name)

@@ -1,7 +1,7 @@
 """Settings of the tests on real ranks.
 
 A test with the mark ``on_ranks(workers, kind, ...)`` is called on every rank, with its fixtures' values; a parameter
-``workers`` or ``controller`` of the test takes the place of the mark's. See `tests.helpers.on_ranks`.
+``workers``, ``controller`` or ``adapter`` of the test takes the place of the mark's. See `tests.helpers.on_ranks`.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def pytest_pyfunc_call(pyfuncitem):
     workers, kind = _asked(pyfuncitem, marks)
     if not workers:
         return None
-    settings = {name: value for mark in reversed(marks) for name, value in mark.kwargs.items()}
+    settings = {name: value for mark in reversed(marks) for name, value in mark.kwargs.items() if name != "late"}
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     settings |= {name: arguments[name] for name in ("controller",) if name in arguments}
     on_ranks(pyfuncitem.obj, workers, kind, arguments=arguments, **{**settings, "last": bool(settings.get("last"))})
@@ -34,11 +34,15 @@ def _asked(item, marks):
     """Workers and kind of ranks of a test; 0 workers where it runs in this process."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     workers, kind = (*(marks[0].args if marks else (0,)), None, None)[:2]
+    kind = parameters["adapter"].kind if "adapter" in parameters else kind
     return parameters.get("workers", 2 if workers is None else workers) if marks else 0, kind
 
 
 def _ranks_of(item):
-    """By the mark ``on_ranks``, or ``ranks(workers, kind, last=0)`` of a test that calls `on_ranks` itself."""
+    """By the mark ``on_ranks``, or ``ranks(workers, kind, last=0)`` of a test that calls `on_ranks` itself.
+
+    Tests that are ``late`` come behind others on the same ranks, which would have to end otherwise.
+    """
     if item.path.parent != Path(__file__).parent:
         return ()
     marks = list(item.iter_markers("on_ranks"))
@@ -46,8 +50,8 @@ def _ranks_of(item):
     if not workers:
         marks = list(item.iter_markers("ranks"))
         workers, kind = (*(marks[0].args if marks else ()), None, None)[:2]
-    last = next((mark.kwargs["last"] for mark in marks if "last" in mark.kwargs), 0)
-    return KINDS.index(kind or kind_of(item.path.stem)), -(workers or 2), int(last)
+    last, late = (next((mark.kwargs[name] for mark in marks if name in mark.kwargs), 0) for name in ("last", "late"))
+    return KINDS.index(kind or kind_of(item.path.stem)), -(workers or 2), int(last), late
 
 
 def pytest_terminal_summary(terminalreporter):

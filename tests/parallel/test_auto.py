@@ -1,129 +1,175 @@
-"""Compression.auto on real ranks: stock Horovod to the bit, switches that lose nothing, one choice for all."""
+"""Compression.auto on real ranks: the framework's own bits, switches that lose nothing, one choice for all."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, SETTLING, TIMED
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, MOST_TIMED, SETTLING, TIMED
 from dgc_horovod.state.residual_state import EARLIER_FP16
-from tests.helpers.ranks import run_ranks
+from tests.helpers.adapters import Adapter, Compression, on_adapters
+from tests.helpers.logs import messages
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import UNROUNDED, distance
 
-pytestmark = [pytest.mark.parallel, pytest.mark.ranks(2, last=2)]
-CASES = (
-    *("dense_steps", "script_clipping", "switching", "conservation"),
-    *("choosing", "resuming", "uneven", "refused"),
-    *("given_up", "beside", "loading", "channels_last"),
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+each_adapter = on_adapters("Horovod", slow=("DDP", "Keras"))
+STEPS = 24
+ORDER = (DENSE, COMPRESSED, DENSE, COMPRESSED, COMPRESSED, DENSE)
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"name": "SGD", "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+    "AdamW": {"name": "AdamW", "weight_decay": 0.01, "betas": (0.9, 0.9)},
+    "RMSprop": {"name": "RMSprop"},
+}
+each_optimizer = pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+
+
+def _started(
+    adapter: Adapter, optimizer: str = "SGD", mode: str | None = DENSE, views: bool = False, **fields: Any
+) -> Any:
+    """A run whose exchange stays what it is until it is told; mode None: it chooses."""
+    wrap = {"gradient_as_bucket_view": views} if adapter.name == "DDP" else None
+    compression = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
+    run = adapter.start(compression, wrap=wrap, **OPTIMIZERS[optimizer])
+    if mode is not None:
+        run.take(mode)
+    return run
+
+
+def _stock(adapter: Adapter, optimizer: str = "SGD", clip: float | None = None) -> Any:
+    """What `STEPS` steps of the framework alone make."""
+    run = adapter.start(None, **OPTIMIZERS[optimizer])
+    run.clip = clip
+    run.train(STEPS)
+    return run
+
+
+@each_adapter
+@each_optimizer
+def test_dense_steps_are_those_of_the_framework_bit_by_bit(adapter, optimizer):
+    run = _started(adapter, optimizer)
+    run.train(STEPS)
+    assert run.print == _stock(adapter, optimizer).print
+
+
+@on_adapters("Horovod", slow=("DDP",))
+def test_clipped_dense_steps_are_those_of_the_framework_bit_by_bit(adapter):
+    run = _started(adapter, views=True, clip_norm=0.5)
+    run.train(STEPS)
+    assert run.print == _stock(adapter, clip=0.5).print
+
+
+def _train_with(run: Any, modes: Sequence[str]) -> Iterable[str]:
+    """`STEPS` steps, a mode after the other; fingerprints after each."""
+    for step in range(STEPS):
+        run.take(modes[step * len(modes) // STEPS])
+        run.step()
+        yield run.print
+
+
+@each_adapter
+@pytest.mark.parametrize(("optimizer", "modes"), [("SGD", ORDER), ("AdamW", [DENSE])], ids=["SGD", "AdamW"])
+def test_a_switch_changes_nothing_at_density_1(adapter, optimizer, modes):
+    run = _started(adapter, optimizer, density=1.0, factor_masking=False, **UNROUNDED)
+    list(_train_with(run, modes))
+    assert distance(_stock(adapter, optimizer).weights, run.weights) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("adapter", "optimizer", "views"),
+    [
+        *((Adapter("Horovod"), name, False) for name in ("SGD", "AdamW")),
+        *(
+            pytest.param(Adapter("DDP"), name, views, marks=pytest.mark.slow)
+            for name, views in itertools.product(("SGD", "AdamW"), (False, True))
+        ),
+        *(pytest.param(Adapter("Keras"), name, False, marks=pytest.mark.slow) for name in OPTIMIZERS),
+    ],
 )
+def test_replicas_are_identical_after_every_step_of_every_switch(adapter, optimizer, views):
+    run = _started(adapter, optimizer, views=views)
+    prints = list(_train_with(run, ORDER))
+    assert len(set(prints)) == len(prints) and np.isfinite(run.weights).all()
+    assert run.left() == 0, "dense steps leave nothing behind"
+    same_on_ranks(prints)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(2, [f"auto.{case}" for case in CASES], timeout=300, last=True)
+@on_adapters("Horovod", slow=("Keras",))
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again(adapter, momentum):
+    """Gradients that do not depend on the weights: whatever the order of exchanges, all of them arrive in the end."""
+    ends = []
+    for modes in ([DENSE], [COMPRESSED, DENSE, COMPRESSED, DENSE]):
+        compression = Compression.auto(density=0.05, min_numel=16, factor_masking=False, **UNROUNDED)
+        run = adapter.start(compression, "SGD", lr=0.01, momentum=momentum)
+        before, draws = run.weights, np.random.default_rng(adapter.rank)
+        for step in range(STEPS):
+            run.take(modes[step * len(modes) // STEPS])
+            run.apply([draws.standard_normal(array.shape).astype(np.float32) for array in run.arrays])
+        ends.append(run.weights - before)
+    assert distance(*ends) <= 1e-6
 
 
-def _found(ranks, case):
-    return [rank[f"auto.{case}"] for rank in ranks]
+@each_adapter
+def test_every_rank_comes_to_the_choice_that_the_clock_says(adapter):
+    modes: list[str] = []
+    with messages() as said:
+        run = _started(adapter, mode=None, density=0.01)
+        for _ in range(4 * (SETTLING + MOST_TIMED)):
+            mode = run.trial.mode
+            run.step()
+            modes.append(run.session.exchange.steps.counts.mode if adapter.name == "Keras" else mode)
+            same_on_ranks(run.print)
+    trial = run.trial
+    assert trial.ended and run.exchanged == run.optimizer.compression_stats()["steps"] == len(modes)
+    assert modes[: SETTLING + TIMED] == [DENSE] * (SETTLING + TIMED)
+    changes = {mode for mode, _ in itertools.groupby(modes)}
+    assert changes <= set(trial.seconds) and (adapter.name == "Keras" or changes == set(trial.seconds))
+    best = min(trial.seconds, key=trial.seconds.get)
+    assert trial.mode == modes[-1] == (best if trial.seconds[best] <= GAIN * trial.seconds[DENSE] else DENSE)
+    if adapter.name == "DDP":
+        assert adapter.rank or any("DDP " in text for text in said)
+    same_on_ranks(modes, trial.seconds)
 
 
-def test_dense_steps_are_stock_horovods_bit_by_bit(ranks):
-    for found in _found(ranks, "dense_steps"):
-        assert found == {"SGD": True, "AdamW": True, "clip_norm": True}
-
-
-def test_a_model_in_channels_last_begins_with_stock_horovod_too(ranks):
-    """It ended in stock Horovod's error, "Tensor is required to be contiguous", where method dgc works."""
-    one, other = _found(ranks, "channels_last")
-    assert one == other and one[0] < 1e-3 and one[2]
-
-
-def test_a_scripts_clipping_is_stocks_first_and_local_afterwards(ranks):
-    one, other = _found(ranks, "script_clipping")
-    left = [found.pop("momentum") for found in (one, other)]
-    assert one == other and one["same"] and one["told"]
-    assert min(left) > 0.4, "the first compressed step has scaled the momentum of the dense ones away"
-
-
-def test_a_switch_changes_nothing_at_density_1(ranks):
-    for found in _found(ranks, "switching"):
-        assert found["SGD"] <= 1e-5 and found["AdamW"] <= 1e-5
-
-
-def test_replicas_are_identical_after_every_step_of_every_switch(ranks):
-    one, other = _found(ranks, "switching")
-    for name in ("SGD", "AdamW"):
-        assert one[f"{name}, replicas"] == other[f"{name}, replicas"]
-        assert len(set(one[f"{name}, replicas"])) == len(one[f"{name}, replicas"])
-        assert one[f"{name}, left"] == 0, "dense steps leave nothing behind"
-
-
-def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again(ranks):
-    for found in _found(ranks, "conservation"):
-        assert max(found.values()) <= 1e-6
-
-
-def test_every_rank_comes_to_the_choice_that_the_clock_says(ranks):
-    one, other = _found(ranks, "choosing")
-    assert one == other
-    assert one["ended"] and one["steps"] == one["stats"] == len(one["modes"])
-    changes = [mode for mode, _ in itertools.groupby(one["modes"])]
-    assert one["modes"][: SETTLING + TIMED] == [DENSE] * (SETTLING + TIMED) and set(changes) == set(one["seconds"])
-    best = min(one["seconds"], key=one["seconds"].get)
-    gains = one["seconds"][best] <= GAIN * one["seconds"][DENSE]
-    assert one["modes"][-1] == (best if gains else DENSE)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(ranks):
-    one, other = _found(ranks, "resuming")
-    assert one == other and len(one) == 6
-    for name, (same, mode, _) in one.items():
-        assert same and name.replace(EARLIER_FP16, DENSE).endswith(mode), name
-
-
-def test_ranks_that_run_out_of_data_choose_alike(ranks):
-    one, other = _found(ranks, "uneven")
-    assert one == other
-    assert one["None"] == [True, DENSE] and one[COMPRESSED] == [True, COMPRESSED]
-
-
-def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange(ranks):
-    one, other = _found(ranks, "given_up")
-    assert one == other
-    assert one["join"] == [DENSE, True]
-
-
-def test_what_cannot_be_compressed_is_left_to_stock_horovod(ranks):
-    one, other = _found(ranks, "beside")
-    assert one == other
-    assert one["sparse"] == [DENSE, True, True] and one["dampening"][0] is False and one["gradients"]
-
-
-def test_a_job_that_has_lost_residuals_goes_on_with_what_was_chosen(ranks):
-    one, other = _found(ranks, "loading")
-    assert one == other
-    for mode in (DENSE, COMPRESSED):
-        assert one[f"{mode}, ignored"] == one[f"{mode}, if sound"] == [mode, True]
-    assert one["saving"] == one["trial"] == [DENSE, False], "a choice is made anew"
+@pytest.mark.parametrize("mode", [DENSE, EARLIER_FP16, COMPRESSED])
+@each_adapter
+@each_optimizer
+def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(adapter, optimizer, mode, tmp_path):
+    ends = []
+    for stops in (False, True):
+        run = _started(adapter, optimizer)
+        run.train(STEPS // 3)
+        run.take(DENSE if mode == EARLIER_FP16 else mode)
+        run.train(STEPS // 3)
+        if stops:
+            run.trial.stay(mode)  # what earlier versions wrote where fp16 was chosen
+            run.save(tmp_path)
+            run = _started(adapter, optimizer, mode=None)
+            run.load(tmp_path)
+            run.steps = 2 * STEPS // 3
+        run.train(STEPS // 3)
+        ends.append(run.print)
+    assert ends[0] == ends[1] and run.trial.mode == (COMPRESSED if mode == COMPRESSED else DENSE)
+    same_on_ranks(ends[1])
 
 
 @pytest.mark.slow
-def test_workers_of_nodes_switch_alike():
-    ranks = run_ranks(4, ["auto.on_nodes"], fresh=True)  # it declares process sets
-    found = _found(ranks, "on_nodes")
-    assert all(each["replicas"] == found[0]["replicas"] for each in found)
-    assert len(set(found[0]["replicas"])) == len(found[0]["replicas"])
-    assert all(each["left"] == 0 for each in found), "dense steps leave nothing behind"
-
-
-def test_what_does_not_go_together_is_refused(ranks):
-    for found in _found(ranks, "refused"):
-        assert (
-            "threshold" in found["rule"] and "local_steps=4" in found["local"] and "Compression.auto" in found["total"]
-        )
-
-
-@pytest.mark.slow
-def test_a_rank_that_stays_away_from_a_dense_step_is_an_error_not_a_hang(tmp_path):
-    one, _ = run_ranks(2, ["auto.missing"], environment={"DGC_TIMEOUT": "12"}, fresh=True, folder=tmp_path)
-    assert "waited 12 s for allreduce." in one["auto.missing"]["error"]
+@pytest.mark.on_ranks(4, fresh=True)  # it declares process sets
+@on_adapters("Horovod", "Keras")
+@each_optimizer
+def test_workers_of_nodes_switch_alike(adapter, optimizer):
+    """They keep slices: switches are the same for all of them, and lose nothing."""
+    if adapter.name == "Keras":
+        from dgc_horovod.tensorflow import node_process_sets
+    else:
+        from dgc_horovod.torch import node_process_sets
+    adapter.ranks.init(process_sets=node_process_sets(2))
+    run = _started(adapter, optimizer, exchange="hierarchical", node_size=2)
+    prints = list(_train_with(run, ORDER))
+    assert len(set(prints)) == len(prints) and run.left() == 0 and np.isfinite(run.weights).all()
+    same_on_ranks(prints)

@@ -2,170 +2,432 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import os
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch.ddp import Compression, WarmupSchedule, register
+from tests.helpers.ddp_training import made, one_batch, sgd, train
+from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.logs import messages
+from tests.helpers.loss_scaling import found_in_scripts
 from tests.helpers.metrics_file import check_metrics_file
-from tests.helpers.torch_ranks import run_torch_ranks
+from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.regression import UNROUNDED, Dividing, batches, fingerprint, smooth_model
 
-pytestmark = pytest.mark.parallel
-CASES = ["ranks_that_differ", "clipping_by_the_script", "not_finite", "replica_that_differs", "bf16_model"]
-CASES += ["clipping_more_on_one_rank", "takes_turns", "frozen_in_dense_steps"]
-CASES += ["unwritable_metrics", "another_choice", "clipped_by_hand"]
-CASES += ["dropped", "copied", "clipping_in_a_hook", "frozen_later", "limit_without_compression"]
-CASES += ["scaled_now_and_then", "other_epochs", "same_epochs"]
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+FIELDS: dict[str, Any] = {"density": 0.02, "min_numel": 64}
+FEW = Compression.dgc(**FIELDS)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_torch_ranks(2, [f"ddp_around.{case}" for case in CASES])
+def _steps(
+    model: Any, optimizer: Any, steps: int, spoilt: Collection[int] = (), clip: float | None = None
+) -> list[float]:
+    """Norms that a script sees which clips; rank 1's gradients of the steps `spoilt` are not finite."""
+    norms = []
+    for step, (x, y) in enumerate(batches(steps, dist.get_rank())):
+        optimizer.zero_grad()
+        x = x * torch.nan if step in spoilt and dist.get_rank() == 1 else x
+        F.mse_loss(model(x), y).backward()
+        if clip is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    return norms
 
 
-def test_ranks_that_differ(ranks):
-    first, second = (rank["ddp_around.ranks_that_differ"] for rank in ranks)
-    assert first == second
-    assert "config.density: rank 0 has 0.01, rank 1 has 0.02" in first["density"]
-    assert "compression: rank 0 has dgc, rank 1 has none" in first["choice"]
-    assert "refused: rank 0 has nothing, rank 1 has SGD's dampening" in first["refused"]
-    assert "optimizer: rank 0 has AdamW, rank 1 has SGD" in first["optimizer"]
+def _other_optimizer(first: bool) -> None:
+    kind = torch.optim.AdamW if first else torch.optim.SGD
+    made(FEW, lambda model: kind(model.parameters(), lr=0.1))
 
 
-def test_clipping_by_the_script_is_learned(ranks):
-    first, second = (rank["ddp_around.clipping_by_the_script"] for rank in ranks)
-    assert first["limits"] == second["limits"] == [0.5] and first["is"] == second["is"]
-    assert first["norms"][-1] == second["norms"][-1]  # as with DDP alone, what the script sees is the same
+DIFFERENT: dict[str, tuple[str, Callable[[bool], Any]]] = {  # what is said; what is done on the first rank, or not
+    "density": (
+        "config.density: rank 0 has 0.01, rank 1 has 0.02",
+        lambda first: made(Compression.dgc(0.01 if first else 0.02)),
+    ),
+    "choice": (
+        "compression: rank 0 has dgc, rank 1 has none",
+        lambda first: made(Compression.dgc(0.01) if first else Compression.none),
+    ),
+    "refused": (
+        "refused: rank 0 has nothing, rank 1 has SGD's dampening",
+        lambda first: made(FEW, lambda model: sgd(model, dampening=0.0 if first else 0.1)),
+    ),
+    "optimizer": ("optimizer: rank 0 has AdamW, rank 1 has SGD", _other_optimizer),
+}
 
 
-def test_a_rank_that_measures_more_makes_nobody_wait(ranks):
-    first, second = (rank["ddp_around.clipping_more_on_one_rank"] for rank in ranks)
-    assert first == second and first["clipped"]["limit"] == 0.5
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ(what):
+    words, attempt = DIFFERENT[what]
+    error = error_of(lambda: attempt(dist.get_rank() == 0))
+    assert words in error, error
+    same_on_ranks(error)
 
 
-def test_clipping_in_a_hook_before_the_step_is_learned(ranks):
-    assert [rank["ddp_around.clipping_in_a_hook"] for rank in ranks] == [[0.5], [0.5]]
+def test_clipping_by_the_script_is_learned():
+    """``clip_grad_norm_`` after backward: every rank then clips its own gradient."""
+    model, optimizer = made(FEW)
+    norms = _steps(model, optimizer, 5, clip=0.5)
+    assert [clip.limit for clip in session(optimizer).exchange.clipping.clips] == [0.5]
+    same_on_ranks(fingerprint(model), norms[-1])  # as with DDP alone, what the script sees is the same
 
 
-def test_a_layer_that_is_frozen_stays_as_with_ddp_alone(ranks):
-    for rank in ranks:
-        assert rank["ddp_around.frozen_later"] == {"dgc": 0, "topk": 0}
+def test_clipping_in_a_hook_before_the_step_is_learned():
+    model, optimizer = made(FEW)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.5) and None)
+    train(model, optimizer, 3)
+    assert [clip.limit for clip in session(optimizer).exchange.clipping.clips] == [0.5]
 
 
-def test_a_layer_that_is_frozen_in_all_dense_steps_is_none_that_was_forgotten(ranks):
-    """The job stopped when the warm-up ended, as if no dense step had been applied."""
-    first, second = (rank["ddp_around.frozen_in_dense_steps"] for rank in ranks)
-    assert first == second and first["stays"]
-    assert 0.003 < first["moved"] < 0.1, "what had no second moment yet is measured first, and trained then"
+@pytest.mark.parametrize("compression", [Compression.dgc(0.02), Compression.topk(0.02)], ids=["dgc", "topk"])
+def test_a_layer_that_is_frozen_stays_as_with_ddp_alone(compression):
+    """After a few steps, in weight decay and momentum of many more."""
+    model, optimizer = made(compression, lambda model: sgd(model, weight_decay=0.01), find_unused_parameters=True)
+    train(model, optimizer, 3)
+    frozen = model.module[0].weight.requires_grad_(False)
+    before = frozen.detach().clone()
+    train(model, optimizer, 10)
+    assert torch.equal(frozen, before)
 
 
-def test_networks_that_take_turns_lose_nothing(ranks):
-    """What was selected of a frozen layer was thrown away, at every step."""
-    for rank in ranks:
-        assert max(rank["ddp_around.takes_turns"].values()) < 1e-4
+def test_a_layer_that_is_frozen_in_all_dense_steps_is_none_that_was_forgotten():
+    """The job stopped when the warm-up ended, as if no dense step had been applied; in the end it gets a gradient."""
+    warmup = WarmupSchedule(steps=4, first_density=1.0, factor=1e-3)
+    model, optimizer = made(
+        Compression.dgc(0.05, min_numel=64, warmup=warmup),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.003),
+        find_unused_parameters=True,
+    )
+    frozen = model.module[0].weight.requires_grad_(False)
+    before = frozen.detach().clone()
+    train(model, optimizer, 8)
+    optimizer.flush()
+    train(model, optimizer, 2)
+    assert torch.equal(before, frozen)
+    same_on_ranks(fingerprint(model))
+    frozen.requires_grad_(True)
+    train(model, optimizer, 4)
+    moved = float((frozen.detach() - before).abs().max())
+    assert 0.003 < moved < 0.1, "what had no second moment yet is measured first, and trained then"
+    same_on_ranks(fingerprint(model))
 
 
-def test_a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is(ranks):
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_networks_that_take_turns_lose_nothing(scale):
+    """What was selected of a frozen layer was thrown away, at every step.
+
+    What was applied, and what waits, are the gradients of two layers that are frozen in turn.
+    """
+    model, optimizer = made(
+        Compression.topk(**FIELDS),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        find_unused_parameters=True,
+    )
+    scaler = torch.amp.GradScaler("cpu", scale, growth_interval=100, enabled=scale > 1)
+    layers = [model.module[0].weight, model.module[2].weight]
+    before, sums = [p.detach().clone() for p in layers], [torch.zeros_like(p) for p in layers]
+    for p, total in zip(layers, sums, strict=True):
+        p.register_hook(lambda grad, total=total: [total.add_(grad / scale), grad][1])
+    for step, (x, y) in enumerate(batches(8, dist.get_rank())):
+        for i, p in enumerate(layers):
+            p.requires_grad_(step % 2 == i)
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    exchange = session(optimizer).exchange
+    for p, was, total in zip(layers, before, sums, strict=True):
+        total -= torch.from_numpy(exchange.state_arrays()[exchange.names[p]]["v"]).view(p.shape)
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+        assert float(((was - p.detach()) / 0.1 - total).norm() / total.norm()) < 1e-4
+
+
+def test_a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is():
     """It was divided by the scale of a scaler that had been in use before, or beside it: weights exploded."""
-    for rank in ranks:
-        for name, (from_stock, from_beginning) in rank["ddp_around.scaled_now_and_then"].items():
-            assert from_stock < 1e-5 and from_beginning > 0.01, name
+    everything = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
+    found = found_in_scripts(
+        lambda model, alone: made(None if alone else everything, lambda model: sgd(model, lr=0.02), model),
+        dist.get_rank(),
+    )
+    for name, (from_stock, from_beginning) in found.items():
+        assert from_stock < 1e-5 and from_beginning > 0.01, name
 
 
-def test_a_limit_holds_where_ddp_exchanges(ranks):
-    assert [rank["ddp_around.limit_without_compression"] for rank in ranks] == pytest.approx([0.01, 0.01], rel=1e-3)
+def test_a_limit_holds_where_ddp_exchanges():
+    """Length of a step at rate 1 of an optimizer that ``auto`` leaves to DDP, with a limit."""
+    model, optimizer = made(Compression.auto(clip_norm=0.01), lambda model: sgd(model, lr=1.0, dampening=0.1))
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    train(model, optimizer, 1)
+    moved = float((nn.utils.parameters_to_vector(model.parameters()) - before).norm())
+    assert moved == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_whole_model_can_be_saved_and_copied(ranks):
-    """The hook's state was a weak reference, which nothing can pickle: torch.save(model) failed."""
-    first, second = (rank["ddp_around.copied"] for rank in ranks)
-    assert first == second and first["of the model"] == 3
-    assert first["loaded"] == first["copied"] == first["fresh"] and first["fresh"][0] == 3
+def test_a_whole_model_can_be_saved_and_copied():
+    """The hook's state was a weak reference, which nothing can pickle: torch.save(model) failed.
+
+    Loaded or copied, it can be registered, and trains as one that begins with its weights.
+    """
+    model, optimizer = made(FEW)
+    train(model, optimizer, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    fresh = DistributedDataParallel(smooth_model())
+    fresh.load_state_dict(model.state_dict())
+    ends = []
+    for other in (fresh, loaded, copy.deepcopy(model)):
+        own = register(other, sgd(other), FEW)
+        train(other, own, 3)
+        assert own.compression_stats()["steps"] == 3
+        ends.append(fingerprint(other))
+    assert ends[0] == ends[1] == ends[2]
+    train(model, optimizer, 1)
+    assert optimizer.compression_stats()["steps"] == 3
+    same_on_ranks(ends[0])
 
 
-def test_not_finite(ranks):
-    first, second = (rank["ddp_around.not_finite"] for rank in ranks)
-    (said,) = first.pop("said")
-    assert said.endswith("skipped 10 of the last 10 steps") and second.pop("said") == []
-    assert first == second and first["skipped"] == 1
-    assert first["for long"].startswith("NotFinite: step 12: a gradient") and "11 in a row" in first["for long"]
-    assert "NotFinite: step 2: a gradient was not finite on rank 1" in first["stops"]
-    assert "NotFinite: step 0: Dividing has made the weights of '0.weight' that are not finite" in first["made"]
-    assert "NotFinite: step 0: the weights of '2.weight' are not finite, and so gradients are not" in first["had"]
+def test_a_step_that_one_rank_cannot_make_is_made_by_none():
+    model, optimizer = made(FEW)
+    _steps(model, optimizer, 4, spoilt=[2])
+    assert optimizer.compression_stats()["skipped"] == 1
+    same_on_ranks(fingerprint(model))
 
 
-def test_replica_that_differs(ranks):
-    first, second = (rank["ddp_around.replica_that_differs"] for rank in ranks)
-    assert first == second and "ReplicaMismatch" in first["stop"] and len(first["broadcast"]) == 64
+def test_steps_that_are_skipped_for_long_are_an_error():
+    model, optimizer = made(Compression.dgc(**FIELDS, max_skipped=11))
+    with messages() as texts:
+        error = error_of(lambda: _steps(model, optimizer, 20, spoilt=range(2, 20)))
+    said = [text for text in texts if "skipped" in text]
+    assert len(said) == (dist.get_rank() == 0) and all(x.endswith("skipped 10 of the last 10 steps") for x in said)
+    assert error.startswith("NotFinite: step 12: a gradient") and "11 in a row" in error
+    same_on_ranks(error)
 
 
-def test_a_model_in_bf16(ranks):
-    first, second = (rank["ddp_around.bf16_model"] for rank in ranks)
-    assert first["is"] == second["is"]
-    assert sum(first["losses"][-5:]) < 0.7 * sum(first["losses"][:5])
+def test_what_is_not_finite_stops_the_job_where_that_is_wanted():
+    stopping = Compression.dgc(**FIELDS, on_nonfinite="stop")
+    pair = made(stopping)
+    error = error_of(lambda: _steps(*pair, 4, spoilt=[2]))
+    assert "NotFinite: step 2: a gradient was not finite on rank 1" in error
+    model, optimizer = made(stopping)
+    model.module[2].weight.data[3, 4] = torch.nan
+    had = error_of(lambda: train(model, optimizer, 1))
+    assert "NotFinite: step 0: the weights of '2.weight' are not finite, and so gradients are not" in had
+    pair = made(FEW, lambda model: Dividing(model.parameters(), lr=0.05))
+    own = error_of(lambda: train(*pair, 1))
+    assert "NotFinite: step 0: Dividing has made the weights of '0.weight' that are not finite" in own
+    same_on_ranks(error, had, own)
 
 
-def test_an_update_that_is_dropped_is_told_of(ranks):
+@pytest.mark.parametrize("what", ["stop", "broadcast"])
+def test_replica_that_differs(what):
+    """A weight that one rank alone changes is found at the next comparison, and repaired if that is wanted."""
+    model, optimizer = made(Compression.dgc(**FIELDS, check_every=1, on_mismatch=what))
+    train(model, optimizer, 2)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.module[0].weight[0, 0] += 1
+    error = error_of(lambda: train(model, optimizer, 3))
+    assert "ReplicaMismatch" in error if what == "stop" else error == ""
+    same_on_ranks(error, *([fingerprint(model)] if what == "broadcast" else []))
+
+
+def test_a_model_in_bf16():
+    """Weights and gradients in bf16: replicas are the same, and learn."""
+    model, optimizer = made(Compression.dgc(0.1), inner=smooth_model().bfloat16(), gradient_as_bucket_view=True)
+    losses = []
+    for x, y in batches(30, dist.get_rank()):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x.bfloat16()).float(), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    same_on_ranks(fingerprint(model.float()))
+
+
+def test_an_update_that_is_dropped_is_told_of():
     """Where the model's own zero_grad dropped it, as in GANs, it was an error that spoke of another cause."""
-    told, end, *by_the_model = ranks[0]["ddp_around.dropped"]
-    assert told == ["dropped"] and by_the_model == [told, end] and ranks[1]["ddp_around.dropped"][1::2] == [end, end]
+    ends = []
+    for by in (1, 0):  # the optimizer, the model
+        pair = model, optimizer = made(FEW)
+        for i, (x, y) in enumerate(batches(3, dist.get_rank())):
+            F.mse_loss(model(x), y).backward()
+            if i:
+                optimizer.step()
+            pair[by].zero_grad()
+        assert dist.get_rank() or session(optimizer).told == {"dropped"}
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
+    same_on_ranks(ends)
 
 
-@pytest.fixture(scope="module")
-def waited_in_vain(tmp_path_factory):
-    cases = [f"ddp_around.{case}" for case in ("flush_alone", "flush_after_more_steps", "late", "unregistered")]
-    folder = tmp_path_factory.mktemp("told")
-    return run_torch_ranks(2, cases, environment={"DGC_TIMEOUT": "5"}, folder=folder, last=True)
+PACKETS = WarmupSchedule(epochs=4)
 
 
-@pytest.mark.ranks(2, last=1)
-def test_a_rank_that_makes_no_step(waited_in_vain):
-    said = waited_in_vain[0]
-    assert "CollectiveTimeout: rank 0 of 2 waited 5 s" in said["ddp_around.late"]
-    assert "CollectiveTimeout: rank 0 waited 2 s for register()" in said["ddp_around.unregistered"]
-
-
-def test_another_epoch_on_one_rank_is_the_same_error_on_every_rank(ranks):
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression.dgc(0.001, warmup=PACKETS),
+        Compression.dgc(0.001, warmup=WarmupSchedule(epochs=4, first_density=1.0)),
+        Compression.dgc(0.001, warmup=PACKETS, clip_norm=1.0),
+        Compression.dgc(0.001, warmup=PACKETS, exchange="hierarchical", node_size=2),
+        Compression.local(steps=1, density=0.001, warmup=PACKETS),
+    ],
+    ids=["packets", "from density 1", "clipped", "nodes", "local"],
+)
+def test_another_epoch_on_one_rank_is_the_same_error_on_every_rank(compression):
     """Gloo ended the process that got the longer packet, from a thread of its own: no error named the epoch."""
-    first, second = (rank["ddp_around.other_epochs"] for rank in ranks)
-    assert first == second and len(first) == 5
-    for name, text in first.items():
-        assert "RankMismatch: step 2: the ranks are at different densities: rank 0 has" in text, (name, text)
-        assert "rank 0 has" in text and "in epoch 1, rank 1 has" in text and "in epoch 2." in text
+    model, optimizer = made(compression)
+    optimizer.set_epoch(0)
+    train(model, optimizer, 2)
+    optimizer.set_epoch(1 + dist.get_rank())
+    error = error_of(lambda: train(model, optimizer, 1))
+    assert "RankMismatch: step 2: the ranks are at different densities: rank 0 has" in error, error
+    assert "in epoch 1, rank 1 has" in error and "in epoch 2." in error
+    same_on_ranks(error)
 
 
-def test_the_same_epochs_on_every_rank_train_as_counted_ones(ranks):
-    for rank in ranks:
-        (told, sent), (counted, wanted) = (rank["ddp_around.same_epochs"][name] for name in ("told", "counted"))
-        assert told == counted and sent - wanted == 7 * 16  # in the 6 steps of the warm-up and the one after it
+def test_the_same_epochs_on_every_rank_train_as_counted_ones():
+    """A warm-up that is told the epochs, and one that counts steps."""
+    ends, sent = [], []
+    for counted in (None, 2):
+        warmup = WarmupSchedule(epochs=3, steps_per_epoch=counted)
+        model, optimizer = made(Compression.dgc(0.01, min_numel=64, warmup=warmup))
+        for epoch in range(6):
+            optimizer.set_epoch(epoch)
+            train(model, optimizer, 2)
+        ends.append(fingerprint(model))
+        sent.append(optimizer.compression_stats()["bytes_sent"])
+    assert ends[0] == ends[1]
+    assert sent[0] - sent[1] == 7 * 16  # in the 6 steps of the warm-up and the one after it
 
 
-@pytest.mark.ranks(2, last=1)
-def test_a_flush_that_not_every_rank_has_come_to(waited_in_vain):
-    """Its messages met packets of another size, and Gloo ended the process that got the longer ones."""
-    for rank in waited_in_vain:
-        for case in ("ddp_around.flush_alone", "ddp_around.flush_after_more_steps"):
-            assert rank[case].startswith(("CollectiveTimeout: rank", "LostRank: rank")), rank
-            assert "CollectiveTimeout" not in rank[case] or "unequal shards?" in rank[case]
+def test_a_metrics_file_that_cannot_be_written_stops_every_rank_alike():
+    """Rank 1 had registered, and waited; on rank 0 the hook and the optimizer's claim were left behind.
+
+    What is there goes on as with DDP alone.
+    """
+    model, optimizer = made(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DGC_METRICS_FILE", f"{os.devnull}/metrics.jsonl")
+        error = error_of(lambda: register(model, optimizer, FEW))
+    assert "refused: rank 0 has the metrics file" in error
+    _steps(model, optimizer, 2, clip=1.0)
+    register(model, optimizer, FEW)
+    _steps(model, optimizer, 2, clip=1.0)
+    same_on_ranks(error, fingerprint(model))
 
 
-def test_a_metrics_file_that_cannot_be_written_stops_every_rank_alike(ranks):
-    """Rank 1 had registered, and waited; on rank 0 the hook and the optimizer's claim were left behind."""
-    first, second = (rank["ddp_around.unwritable_metrics"] for rank in ranks)
-    assert first == second and "refused: rank 0 has the metrics file" in first["error"]
+class AcceleratedOptimizer:
+    """What accelerate puts around an optimizer, known by the state that it shares with it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
 
 
-def test_a_model_is_registered_again_with_another_choice(ranks):
-    first, second = (rank["ddp_around.another_choice"] for rank in ranks)
-    assert first == second and first["steps"] == 4 and first["given back"]
-    assert "make a new torch optimizer, and load this one's state_dict() after flush()" in first["refused"]
+def test_a_model_is_registered_again_with_another_choice():
+    model, first = made(Compression.fp16)
+    train(model, first, 2)
+    optimizer = sgd(model)
+    wrapped = AcceleratedOptimizer(optimizer)
+    assert register(model, wrapped, FEW) is wrapped
+    train(model, optimizer, 2)
+    refused = error_of(lambda: register(model, wrapped, Compression.none))
+    assert "make a new torch optimizer, and load this one's state_dict() after flush()" in refused
+    train(model, optimizer, 2)
+    assert optimizer.compression_stats()["steps"] == 4
+    same_on_ranks(refused, fingerprint(model))
 
 
-def test_a_script_that_clips_by_hand_is_told_how_to_clip(ranks):
-    first, second = (rank["ddp_around.clipped_by_hand"] for rank in ranks)
-    (told,) = first["told"]
-    assert first["is"] == second["is"] and second["told"] == [] and "pass clip_norm=c" in told
+def test_a_script_that_clips_by_hand_is_told_how_to_clip():
+    """It multiplies every gradient there is, beside a layer that is frozen."""
+    model, optimizer = made(FEW, find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    with messages() as texts:
+        for x, y in batches(3, dist.get_rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+            for grad in grads:
+                grad.mul_(min(1.0, 0.1 / norm))
+            optimizer.step()
+    told = [text for text in texts if "clip" in text]
+    assert len(told) == (dist.get_rank() == 0) and all("pass clip_norm=c" in text for text in told)
+    same_on_ranks(fingerprint(model))
+
+
+def trained_with_metrics() -> None:
+    """On a rank."""
+    train(*made(FEW), 4)
 
 
 @pytest.mark.slow
+@pytest.mark.on_ranks(0)
 def test_metrics_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    run_torch_ranks(2, ["ddp_around.metrics"], environment={"DGC_METRICS_FILE": str(path)}, fresh=True)
+    on_ranks(trained_with_metrics, 2, environment={"DGC_METRICS_FILE": str(path)}, fresh=True)
     check_metrics_file(path, "dgc")
+
+
+@pytest.mark.on_ranks(2, late=True, environment={"DGC_TIMEOUT": "5"})
+@pytest.mark.parametrize("more_steps", [False, True])
+def test_a_flush_that_not_every_rank_has_come_to(more_steps):
+    """Its messages met packets of another size, and Gloo ended the process that got the longer ones.
+
+    Rank 0 flushes and rank 1 goes on training; or rank 0 has a batch more, and DDP's own collectives are over.
+    """
+    model, optimizer = made(FEW, broadcast_buffers=not more_steps)
+    train(model, optimizer, 2)
+
+    def goes_on() -> None:
+        if more_steps:
+            train(model, optimizer, int(dist.get_rank() == 0))
+        if more_steps or dist.get_rank() == 0:
+            optimizer.flush()
+        else:
+            train(model, optimizer, 1)
+
+    error = error_of(goes_on)
+    assert error.startswith(("CollectiveTimeout: rank", "LostRank: rank")), error
+    assert "CollectiveTimeout" not in error or "unequal shards?" in error
+
+
+@pytest.mark.on_ranks(2, late=True, environment={"DGC_TIMEOUT": "5"})
+def test_a_rank_that_makes_no_step(tmp_path):
+    model, optimizer = made(FEW)
+    if dist.get_rank() == 0:
+        error = error_told(lambda: train(model, optimizer, 1), tmp_path)
+        assert "CollectiveTimeout: rank 0 of 2 waited 5 s" in error
+        return
+    x, y = one_batch()
+    with model.no_sync():
+        F.mse_loss(model(x), y).backward()
+    stay_away(tmp_path)
+
+
+@pytest.mark.on_ranks(2, last=1, environment={"DGC_TIMEOUT": "2"})
+def test_a_rank_that_does_not_register():
+    model, optimizer = made(None)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return
+    error = error_of(lambda: register(model, optimizer, Compression.dgc(0.02)))
+    assert "CollectiveTimeout: rank 0 waited 2 s for register()" in error

@@ -1,115 +1,299 @@
-"""Uneven data, with local steps too: ranks that have finished are in join() while the others go on."""
+"""Ranks with different numbers of batches: those that have finished are in join() while the others go on."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
+from typing import Any
 
+import horovod.torch as hvd
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.bound_before import join as bound_before
+from tests.helpers.errors import error_of
+from tests.helpers.interrupted import made
+from tests.helpers.local_training import H, adamw, wrapped
+from tests.helpers.local_training import made as made_local
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
-pytestmark = [pytest.mark.parallel, pytest.mark.ranks(3, last=1)]
-CASES = [
-    "like_stock",
-    "nobodys_step",
-    "other_learning_rates",
-    "two_optimizers",
-    "not_finite",
-    "part_of_a_step",
-    "refused",
-    "something_else_meanwhile",
-]
-LOCAL = [f"local_steps_join.{case}" for case in ("averaging", "around", "beside_another", "at_once")]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(3, [*(f"join.{case}" for case in CASES), *LOCAL], timeout=300)
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(3, late=True)]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "nesterov"])
-def test_uneven_data_give_what_stock_horovod_gives(ranks, optimizer):
-    found = [rank["join.like_stock"][optimizer] for rank in ranks]
-    assert len({each["fingerprint"] for each in found}) == 1
-    for each in found:
-        assert each["last"] == each["stock's last"] == 1
-        assert each["joined"] < 1e-6 and each["afterwards"] < 1e-6
+def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_a_join_of_all_at_once_changes_nothing(ranks, optimizer):
-    without, with_join = ranks[0]["join.nobodys_step"][optimizer]
-    assert without == with_join
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 1e-3, weight_decay=1e-3)
 
 
-def test_those_who_came_early_become_as_the_last_one(ranks):
-    found = [rank["join.other_learning_rates"] for rank in ranks]
-    assert found[0] == found[1] == found[2] and found[0]["SGD"][2] == 18
+def _dgc(make: Make = momentum_sgd, density: float = 0.05, wrap: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Model and optimizer."""
+    return made(Compression.dgc(density, **{"min_numel": 16, "check_every": 1, **fields}), make, **(wrap or {}))
 
 
-def test_two_optimizers_in_any_order(ranks):
-    found = [rank["join.two_optimizers"] for rank in ranks]
-    assert found[0] == found[1] == found[2]
-    assert found[0]["last"] == 1 and found[0]["steps"] == [9, 4]
+def _own_steps() -> int:
+    """The highest rank but one has most batches."""
+    return {hvd.size() - 2: 9, hvd.size() - 1: 7}.get(hvd.rank(), 4)
 
 
-def test_a_step_that_is_not_finite_is_skipped_in_join_as_well(ranks):
-    found = [rank["join.not_finite"] for rank in ranks]
-    assert found[0] == found[1] == found[2] and found[0]["finite"] and found[0]["last"] == 1
+def _loss(model: Any) -> torch.Tensor:
+    x, y = next(iter(batches(1, hvd.rank())))
+    return F.mse_loss(model(x), y)
 
 
-def test_what_makes_no_whole_step_stays_and_loss_scales_are_shared(ranks):
-    found = [rank["join.part_of_a_step"] for rank in ranks]
-    assert found[0] == found[1] == found[2]
-    assert found[0]["kept"] and found[0]["scale"] > 8
+@pytest.mark.parametrize("make", [momentum_sgd, _nesterov])
+def test_uneven_data_give_what_stock_horovod_gives(make):
+    """At density 1 it is stock's join, followed by the broadcasts that stock leaves to the script."""
+    stock = smooth_model()
+    reference = hvd.DistributedOptimizer(make(stock), stock.named_parameters())
+    train(stock, reference, _own_steps())
+    last = hvd.join()
+    hvd.broadcast_parameters(stock.state_dict(), last)
+    hvd.broadcast_optimizer_state(reference, last)
+    ours, optimizer = _dgc(make, 1.0, factor_masking=False, **{**UNROUNDED, "min_numel": 1})
+    train(ours, optimizer, _own_steps())
+    assert hvd.join() == last == 1
+    assert distance(weights(stock), weights(ours)) < 1e-6
+    train(stock, reference, 3)
+    train(ours, optimizer, 3)
+    assert distance(weights(stock), weights(ours)) < 1e-6
+    same_on_ranks(fingerprint(ours))
+
+
+@pytest.mark.parametrize("make", [_nesterov, _adam])
+def test_a_join_of_all_at_once_changes_nothing(make):
+    """All join after the same step: training goes on as if nobody had, to the last bit."""
+    ends = []
+    for joins in (False, True):
+        model, optimizer = _dgc(make)
+        if joins:
+            hvd.join()  # before the first step too
+        train(model, optimizer, 5)
+        before = [p.grad for p in model.parameters()]
+        assert not joins or hvd.join() == hvd.size() - 1
+        assert all(p.grad is was for p, was in zip(model.parameters(), before, strict=True))
+        train(model, optimizer, 5)
+        stats = optimizer.compression_stats()
+        ends.append([fingerprint(model), stats["steps"], stats["selected"]])
+        del optimizer
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("make", [_nesterov, _adam])
+def test_those_who_came_early_become_as_the_last_one(make):
+    """A scheduler counts batches, so those who join early have another rate; their weights become the last one's."""
+    model, optimizer = _dgc(make, on_mismatch="stop")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for _ in range(2):  # epochs
+        train(model, optimizer, _own_steps(), after_step=lambda step: scheduler.step())
+        last = hvd.join()
+        scheduler.load_state_dict(hvd.broadcast_object(scheduler.state_dict(), last))
+    assert optimizer.compression_stats()["steps"] == 18
+    same_on_ranks(fingerprint(model), optimizer.param_groups[0]["lr"])
+
+
+def test_two_optimizers_in_any_order():
+    """One is stepped twice as often as the other: nobody tells those in join which one comes next."""
+    (first, often), (second, seldom) = _dgc(), _dgc(_adam)
+    for step in range(_own_steps()):
+        train(first, often, 1)
+        if step % 2:
+            train(second, seldom, 1)
+    assert hvd.join() == 1
+    assert [optimizer.compression_stats()["steps"] for optimizer in (often, seldom)] == [9, 4]
+    same_on_ranks(fingerprint(first), fingerprint(second))
+
+
+def test_a_step_that_is_not_finite_is_skipped_in_join_as_well():
+    """A step of those who still have data."""
+    model, optimizer = _dgc()
+    for step, (x, y) in enumerate(batches(_own_steps(), hvd.rank())):
+        optimizer.zero_grad()
+        F.mse_loss(model(x * float("nan") if step == 6 else x), y).backward()
+        optimizer.step()
+    assert hvd.join() == 1
+    train(model, optimizer, 2)
+    assert weights(model).isfinite().all()
+    same_on_ranks(fingerprint(model))
+
+
+def test_a_backward_pass_that_makes_no_whole_step_stays_for_the_next_one():
+    model, optimizer = _dgc(wrap={"backward_passes_per_step": 2})
+    train(model, optimizer, _own_steps(), passes=2)
+    optimizer.zero_grad()
+    _loss(model).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    hvd.join()
+    assert all(torch.equal(p.grad, was) for p, was in zip(model.parameters(), before, strict=True))
+    _loss(model).backward()
+    optimizer.step()
+    same_on_ranks(fingerprint(model))
+
+
+def test_loss_scales_are_shared():
+    """One grows while others are in join."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+    model, optimizer = _dgc(wrap={"grad_scaler": scaler})
+    for _ in range(2):
+        for x, y in batches(_own_steps(), hvd.rank()):
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        hvd.join()
+    assert scaler.get_scale() > 8
+    same_on_ranks(fingerprint(model), scaler.get_scale())
+
+
+def _nothing_compressed() -> None:
+    small = nn.Linear(2, 2)
+    compression = Compression.dgc(0.1, dense_values="fp32")
+    _optimizer = DistributedOptimizer(momentum_sgd(small), small.named_parameters(), compression)
+    hvd.join()
+
+
+def _bound_before() -> None:
+    _pair = _dgc()
+    bound_before()
+
+
+def _between() -> None:
+    model, optimizer = _dgc()
+    _loss(model).backward()
+    try:
+        hvd.join()
+    finally:
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("attempt", "words"),
     [
-        ("nothing compressed", "UnsupportedUse: .*dgcrun: --compression none"),
-        ("bound before", r"DGCError: .*Call hvd.join\(\)"),
-        ("between", r"between backward\(\) and step\(\)"),
-        ("part", "an optimizer of some of them"),
-        ("stock again", "^[012]$"),
+        (_nothing_compressed, "UnsupportedUse: .*dgcrun: --compression none"),
+        (_bound_before, r"DGCError: .*Call hvd.join\(\)"),
+        (_between, r"between backward\(\) and step\(\)"),
     ],
 )
-def test_what_is_refused(ranks, case, words):
-    for rank in ranks[: 2 if case == "part" else 3]:
-        assert re.search(words, rank["join.refused"][case]), rank
+def test_what_is_refused(attempt, words):
+    """In words, on every rank; then stock's own join works again."""
+    error = error_of(attempt)
+    assert re.search(words, error), error
+    hvd.barrier()
+    assert hvd.join() in (0, 1, 2)
 
 
-def test_another_exchange_meanwhile_is_an_error_not_a_hang(ranks):
-    found = ranks[0]["join.something_else_meanwhile"]
-    assert re.match(r"CollectiveTimeout: rank 0 of 3 waited 2 s in join\(\)", found["error"])
-    assert found["seconds"] < 20
+def test_an_optimizer_of_some_of_the_ranks_is_refused():
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    if pair.included():
+        _model, _optimizer = _dgc(wrap={"process_set": pair})
+        assert "an optimizer of some of them" in error_of(hvd.join)
+    hvd.barrier()
 
 
-def _local(ranks, case):
-    return [rank[f"local_steps_join.{case}"] for rank in ranks]
+@pytest.mark.on_ranks(3, last=2)
+def test_another_exchange_meanwhile_is_an_error_not_a_hang():
+    """One rank waits in join while another averages a metric."""
+    model, optimizer = _dgc()
+    train(model, optimizer, 3)
+    start = time.monotonic()
+    if hvd.rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DGC_TIMEOUT", "2")
+            error = error_of(hvd.join)
+        assert re.match(r"CollectiveTimeout: rank 0 of 3 waited 2 s in join\(\)", error)
+    hvd.allreduce(torch.zeros(1), name="metric")
+    assert time.monotonic() - start < 20
 
 
-def test_every_exchange_is_the_mean_of_all_ranks_weights_of_local_steps(ranks):
-    found = _local(ranks, "averaging")
-    assert len({each["replica"] for each in found}) == 1
-    for each in found:
-        assert each["apart"] <= 1e-5 and each["last"] == 1 and each["own"], each
-        assert each["exchanges"] == 4 and each["in the round"] == 0, "three full rounds, and the end of join"
+LOCAL_STEPS = [H + 2, 3 * H, 2 * H + 1]  # of each rank; rank 0 ends within a round, rank 1 right after an exchange
 
 
-def test_epochs_schedules_and_an_exchange_that_is_not_finite(ranks):
-    one, *others = _local(ranks, "around")
-    assert all(each["ends"] == one["ends"] for each in others)
-    assert [end[:2] for end in one["ends"]] == [[1, True]] * 2
-    assert all(each["finite"] and each["skipped"] == 2 for each in _local(ranks, "around"))
+def test_every_exchange_is_the_mean_of_all_ranks_weights_of_local_steps():
+    """At density 1; some have changed less, or nothing any more."""
+    model, optimizer = made_local(outer_momentum=0.0, density=1.0, local_decay=1.0, **UNROUNDED)
+    own = LOCAL_STEPS[hvd.rank()]
+    train(model, optimizer, own)
+    assert hvd.join() == 1
+    assert distance(_means_of_all(), weights(model)) <= 1e-5
+    assert int(optimizer.state[next(model.parameters())]["step"]) == own
+    assert session(optimizer).exchange.steps == 4, "three full rounds, and the end of join"
+    train(model, optimizer, H)
+    assert session(optimizer).exchange.counts.pending == 0
+    same_on_ranks(fingerprint(model))
 
 
-def test_beside_an_optimizer_that_exchanges_at_each_step(ranks):
-    one, *others = _local(ranks, "beside_another")
-    assert all(each == one for each in others)
-    assert one["last"] == 1 and one["steps"] == [4, 15]
+def _means_of_all() -> torch.Tensor:
+    """What the ranks come to, all of them in this process."""
+    models = [smooth_model() for _ in LOCAL_STEPS]
+    inner, data = [adamw(model) for model in models], [iter(batches(own, i)) for i, own in enumerate(LOCAL_STEPS)]
+    for begun in range(0, max(LOCAL_STEPS), H):
+        for model, optimizer, own, mine in zip(models, inner, LOCAL_STEPS, data, strict=True):
+            for _ in range(min(H, max(0, own - begun))):
+                x, y = next(mine)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        mean = torch.stack([weights(model) for model in models]).mean(0)
+        for model in models:
+            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+    return mean
 
 
-def test_a_join_of_all_at_once_is_an_exchange_of_local_steps(ranks):
-    for found in _local(ranks, "at_once"):
-        assert found["ends"][0] == found["ends"][1]
+def test_epochs_schedules_and_an_exchange_of_local_steps_that_is_not_finite():
+    """Two epochs at 10% with momentum; in each, not finite changes while ranks are in join."""
+    model, optimizer = made_local(outer_momentum=0.5, check_every=1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+    def spoil(step: int) -> None:
+        if hvd.rank() == 1 and step == 3 * H - 1:
+            model[0].weight.data[0, 0] = float("nan")
+
+    for _ in range(2):
+        own = LOCAL_STEPS[hvd.rank()]
+        train(model, optimizer, own, after_step=lambda _: scheduler.step(), before_backward=spoil)
+        optimizer.zero_grad()
+        _loss(model).backward()
+        before = [p.grad for p in model.parameters()]
+        last = hvd.join()
+        assert last == 1 and all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+        scheduler.load_state_dict(hvd.broadcast_object(scheduler.state_dict(), last))
+        same_on_ranks(fingerprint(model), optimizer.param_groups[0]["lr"])
+    assert weights(model).isfinite().all() and optimizer.compression_stats()["skipped"] == 2
+
+
+def test_beside_an_optimizer_that_exchanges_at_each_step():
+    (first, rounds), (second, each) = made_local(), _dgc()
+    for _ in range(LOCAL_STEPS[hvd.rank()]):
+        train(first, rounds, 1)
+        train(second, each, 1)
+    assert hvd.join() == 1
+    assert [optimizer.compression_stats()["steps"] for optimizer in (rounds, each)] == [4, 15]
+    same_on_ranks(fingerprint(first), fingerprint(second))
+
+
+def test_a_join_of_all_at_once_is_an_exchange_of_local_steps():
+    ends = []
+    for joins in (False, True):
+        model = smooth_model()
+        optimizer = wrapped(model)
+        train(model, optimizer, H + 2)
+        if joins:
+            hvd.join()
+        else:
+            optimizer.exchange()
+        train(model, optimizer, H)
+        ends.append([fingerprint(model), optimizer.compression_stats()["steps"]])
+        del optimizer
+    assert ends[0] == ends[1]

@@ -1,131 +1,253 @@
-"""Compression.auto in Keras on real ranks: the uncompressed exchange to the bit, switches that lose nothing."""
+"""Compression.auto in Keras on real ranks: what Keras clips, saves and fits, and what ends a trial without a choice."""
 
 from __future__ import annotations
 
-import functools
-import itertools
+from typing import Any
 
 import pytest
 
-from dgc_horovod.planning.trial import DENSE, GAIN, SETTLING, TIMED
-from dgc_horovod.state.residual_state import EARLIER_FP16
-from tests.helpers.ranks import run_ranks
+pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-pytestmark = [pytest.mark.parallel, pytest.mark.slow]
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
 
+from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, callbacks
+from dgc_horovod.testing.tensorflow import session
+from tests.helpers.adapters import Adapter
+from tests.helpers.errors import error_told, stay_away
+from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, keras, momentum_sgd, shard, smooth_model
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import UNROUNDED
 
-@functools.cache
-def _found(case):
-    """What each of two ranks found; a case at a time, since all of them together take longer than a test may."""
-    return [rank[case] for rank in run_ranks(2, [case])]
-
-
-@pytest.mark.slow
-def test_dense_steps_are_those_of_the_uncompressed_exchange_bit_by_bit():
-    for found in _found("keras_auto.dense_steps"):
-        assert all(found.values()), found
-
-
-def test_a_switch_changes_nothing_at_density_1():
-    for found in _found("keras_auto.switching"):
-        assert found["distance"] <= 1e-5
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
-def test_replicas_are_identical_after_every_step_of_every_switch(name):
-    one, other = _found("keras_auto.switching")
-    assert one[name] == other[name] and len(set(one[name])) == len(one[name])
-    assert one[f"{name}, left"] == 0, "dense steps leave nothing behind"
-    assert one[f"{name}, finite"]
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(2)]
+STEPS = 24
+SGD: dict[str, Any] = {"name": "SGD", "momentum": 0.9}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {**SGD, "nesterov": True, "weight_decay": 1e-3},
+    "AdamW": {"name": "AdamW", "weight_decay": 0.01, "betas": (0.9, 0.9)},
+    "RMSprop": {"name": "RMSprop"},
+}
 
 
-@pytest.mark.slow
-def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again():
-    for found in _found("keras_auto.conservation"):
-        assert max(found.values()) <= 1e-6
+def _started(
+    optimizer: dict[str, Any] = OPTIMIZERS["SGD"], mode: str | None = DENSE, seed: int = 0, **fields: Any
+) -> Any:
+    wrap = fields.pop("wrap", None)
+    compression = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
+    run = Adapter("Keras").start(compression, seed=seed, wrap=wrap, **optimizer)
+    if mode is not None:
+        run.take(mode)
+    return run
 
 
-def test_every_rank_comes_to_the_choice_that_the_clock_says():
-    one, other = _found("keras_auto_choice.choosing")
-    assert one == other
-    assert one["ended"] and one["steps"] == one["stats"] == len(one["modes"]) + 1
-    changes = [mode for mode, _ in itertools.groupby(one["modes"])]
-    assert one["modes"][: SETTLING + TIMED] == [DENSE] * (SETTLING + TIMED) and set(changes) <= set(one["seconds"])
-    best = min(one["seconds"], key=one["seconds"].get)
-    gains = one["seconds"][best] <= GAIN * one["seconds"][DENSE]
-    assert one["mode"] == one["modes"][-1] == (best if gains else DENSE)
+def _stock(**optimizer: Any) -> Any:
+    run = Adapter("Keras").start(None, **optimizer)
+    run.train(STEPS)
+    return run
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_in_each_state():
-    one, other = _found("keras_auto.resuming")
-    assert one == other and len(one) == 5
-    for name, (same, mode, _) in one.items():
-        assert same and name.replace(EARLIER_FP16, DENSE).endswith(mode), name
+@pytest.mark.parametrize("limit", [{"clipnorm": 0.05}, {"clipvalue": 0.001}])
+def test_dense_steps_are_clipped_as_keras_clips_bit_by_bit(limit):
+    run = _started({**SGD, **limit})
+    run.train(STEPS)
+    assert run.print == _stock(**SGD, **limit).print
 
 
-def test_a_rank_whose_file_is_lost_does_what_the_others_do():
-    one, other = _found("keras_auto_choice.lost")
-    assert one == other and len(one) == 3
+@pytest.mark.parametrize(("fields", "limit"), [({"clip_norm": 0.1}, {}), ({}, {"global_clipnorm": 0.1})])
+def test_dense_steps_are_clipped_by_a_norm_of_all(fields, limit):
+    run = _started({**SGD, **limit}, **fields)
+    run.train(STEPS)
+    stock = _stock(**SGD, global_clipnorm=0.1)
+    np.testing.assert_allclose(run.weights, stock.weights, rtol=1e-5, atol=1e-7)  # a sum in another order
 
 
-@pytest.mark.slow
-def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing():
-    one, other = _found("keras_auto_choice.undecided")
-    assert one == other
-    assert one["mode"] == [DENSE, False] and one["same"] and one["slots"] and one["later"]
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_dense_steps_of_fit(eagerly):
+    ends = []
+    for compression in (Compression.none, Compression.auto(min_numel=16)):
+        optimizer = DistributedOptimizer(momentum_sgd(), compression=compression)
+        ends.append(fingerprint(fit(smooth_model(), optimizer, run_eagerly=eagerly)))
+    assert ends[0] == ends[1]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{**SGD, "lr": 0.002}, OPTIMIZERS["AdamW"]], ids=["SGD", "AdamW"])
+def test_the_momentum_of_sums_that_comes_back_is_of_the_size_that_went(optimizer):
+    run = _started(optimizer, density=0.5, wrap={"op": hvd.Sum})
+    momentum = []
+    for mode in (DENSE, COMPRESSED, DENSE):
+        run.take(mode)
+        for _ in range(STEPS // 3):
+            momentum.append(float(np.linalg.norm(run.optimizer.variables[2].numpy())))  # of the first variable
+            run.step()
+    assert 0.3 < momentum[-1] / max(momentum[: STEPS // 3]) < 3
+    same_on_ranks(run.print)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_weights_of_other_dtypes(dtype):
+    keras.config.set_dtype_policy(dtype)
+    try:
+        run = _started(SGD)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for mode in (DENSE, COMPRESSED, DENSE, COMPRESSED, COMPRESSED, DENSE):
+        run.take(mode)
+        run.train(STEPS // 6)
+    assert np.isfinite(run.weights.astype(np.float32)).all()
+    same_on_ranks(run.print)
+
+
+def test_a_limit_that_would_cut_what_is_handed_back():
+    run = _started({"name": "SGD", "lr": 0.01, "clipvalue": 1e-6}, factor_masking=False, **UNROUNDED)
+    for mode in (COMPRESSED, DENSE):
+        run.take(mode)
+        run.train(STEPS // 2)
+    same_on_ranks(run.print)
+
+
+def test_learning_rates_that_a_callback_sets():
+    teller = callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.5 if epoch else 1.0, staircase=True)
+    x, y = shard(hvd.rank())
+    run, reference = _started(), Adapter("Keras").start(None, **OPTIMIZERS["SGD"])
+    for each in (run, reference):
+        each.model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[teller])
+    assert run.print == reference.print
+
+
+def test_a_checkpoint_of_no_step_has_chosen_nothing(tmp_path):
+    _started(OPTIMIZERS["AdamW"], mode=None).save(tmp_path)
+    resumed = _started(OPTIMIZERS["AdamW"], mode=None, seed=5)
+    resumed.load(tmp_path)
+    resumed.train(3)
+    assert (resumed.trial.mode, resumed.trial.ended) == (DENSE, False)
+    same_on_ranks(resumed.print)
+
+
+def _handed_over(optimizer: Any) -> bool:
+    """Whether a saved optimizer has momentum that its own slots do not have."""
+    saved: dict[str, Any] = {}
+    optimizer.save_own_variables(saved)
+    return any(bool(np.any(saved[str(i)] != x.numpy())) for i, x in enumerate(optimizer.variables))
+
+
+def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing(tmp_path):
+    """It is saved in the middle, with all that was kept; a stock file of it is whole."""
+    run = _started(mode=None, factor_masking=False, **UNROUNDED)
+    run.trial.dense_timed(1.0, 0.1)
+    run.train(4)
+    assert _handed_over(run.optimizer)
+    run.save(tmp_path)
+    resumed = _started(mode=None, factor_masking=False, **UNROUNDED)
+    resumed.load(tmp_path)
+    resumed.steps = 4
+    resumed.train(3)
+    assert (resumed.trial.mode, resumed.trial.ended) == (DENSE, False)
+    run.take(DENSE)
+    run.train(3)
+    assert resumed.print == run.print and not _handed_over(run.optimizer)
+    same_on_ranks(run.print)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rank_whose_file_is_lost_does_what_the_others_do(name, tmp_path):
+    run = _started(OPTIMIZERS[name], mode=None, density=0.1)
+    run.train(4)
+    run.take(COMPRESSED)
+    run.train(4)
+    run.trial.ended = False  # so that the choice is to be made again
+    run.save(tmp_path)
+    if hvd.rank() == 1:
+        next(tmp_path.glob("*rank1.npz")).unlink()
+    resumed = _started(OPTIMIZERS[name], mode=None, density=0.1)
+    resumed.load(tmp_path, residuals="if sound")
+    resumed.steps = 8
+    for _ in range(3):
+        resumed.step()
+        same_on_ranks(resumed.print)
+
+
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_what_waits_of_variables_goes_with_them_to_another_set(name):
-    one, other = _found("keras_auto_choice.given_up")
-    assert one == other
-    for found in (one, other):
-        assert found[f"several, {name}"] == [True] * 3, found
-        assert found[f"several, {name}, modes"] == [DENSE, DENSE] and found[f"several, {name}, finite"]
+    """Other variables in mid-run end a trial without a choice; stock Horovod's exchange stays."""
+    run = _started(OPTIMIZERS[name])
+    run.train(1)
+    run.take(COMPRESSED)
+    run.train(3)
+    variables = run.model.trainable_variables[2:]
+    assert any(x.any() for i, parts in run.kept().items() if int(i) > 1 for x in parts.values())
+    before = run.print
+    run.optimizer.apply([tf.zeros(v.shape) for v in variables], variables)  # a layer is frozen, as it were
+    assert run.print != before
+    path = variables[0].path.replace("/", "_")
+    assert any(slot.numpy().any() for slot in run.optimizer.variables if path in slot.path)
+    run.train(3)
+    assert [each.choice.trial.mode for each in run.session.exchanges] == [DENSE, DENSE]
+    assert np.isfinite(run.weights).all()
+    same_on_ranks(run.print)
 
 
-@pytest.mark.slow
-def test_sums_half_precision_limits_and_rates():
-    one, other = _found("keras_auto.of_other_kinds")
-    assert one == other and one["rates"]
-    for name in ("SGD", "AdamW"):
-        assert 0.3 < one[f"sum, {name}"][1] < 3, "the momentum that comes back is of the size that went"
-    assert one["bfloat16"][1] and one["float64"][1]
+def test_sparse_gradients_are_left_to_stock_horovod():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Embedding(50, 8), keras.layers.Dense(40)])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=Compression.auto(min_numel=16))
+    for i in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.constant([[i, i + 1, hvd.rank()]])) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    assert session(optimizer).settings.config is None
+    same_on_ranks(fingerprint(model))
 
 
-def test_a_checkpoint_of_no_step_has_chosen_nothing():
-    one, other = _found("keras_auto_choice.early")
-    assert one == other and one["mode"] == [DENSE, False]
+def test_amsgrad_is_left_to_stock_horovod():
+    amsgrad = DistributedOptimizer(keras.optimizers.Adam(amsgrad=True), compression=Compression.auto(min_numel=16))
+    assert session(amsgrad).settings.config is None
+    same_on_ranks(fingerprint(fit(smooth_model(), amsgrad, 1)))
 
 
-def test_what_cannot_be_compressed_is_left_to_stock_horovod():
-    one, other = _found("keras_auto_choice.beside")
-    assert one == other
-    assert one["sparse"][0] and one["amsgrad"][0] and one["tape"] != 0
+def test_a_tape_is_left_to_stock_horovod():
+    model = smooth_model()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(tf.ones((4, 32))) ** 2) * (1 + hvd.rank())
+    tape = DistributedGradientTape(tape, compression=Compression.auto())
+    found = float(tape.gradient(loss, model.trainable_variables)[0].numpy().sum())
+    assert found != 0
+    same_on_ranks(found)
 
 
-def test_fit_says_how_many_steps_there_are():
-    for found in _found("keras_auto_choice.fit_tells"):
-        assert found == {"16": [16, 1.0, True], "4000": [4000, 0.005, False]}
+@pytest.mark.parametrize(("epochs", "wanted"), [(2, (16, 1.0, True)), (500, (4000, 0.005, False))])
+def test_fit_says_how_many_steps_there_are(epochs, wanted):
+    """From which the density follows."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.auto(min_numel=16))
+    fit(smooth_model(), optimizer, epochs, [callbacks.BroadcastGlobalVariablesCallback(0), Stop()])
+    config = session(optimizer).settings.config
+    assert wanted[0] == epochs * BATCHES
+    assert (config.total_steps, config.density, session(optimizer).choice.trial.ended) == wanted
 
 
-@pytest.mark.slow
-def test_workers_of_nodes_switch_alike():
-    found = [rank["keras_auto.on_nodes"] for rank in run_ranks(4, ["keras_auto.on_nodes"])]
-    for name in ("SGD", "AdamW"):
-        assert all(each[name] == found[0][name] for each in found)
-        assert len(set(found[0][name])) == len(found[0][name])
-        assert all(each[f"{name}, left"] == 0 and each[f"{name}, finite"] for each in found)
-    assert found[0]["nodes"] == 2
-
-
-@pytest.mark.slow
+@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "10"}, fresh=True)
 def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error_not_a_hang(tmp_path):
-    case = "keras_auto_choice.uneven"
-    one, other = (
-        rank[case] for rank in run_ranks(2, [case], environment={"DGC_TIMEOUT": "10"}, fresh=True, folder=tmp_path)
-    )
-    assert one["join"] == other["join"] == [DENSE, True] and one["met"] == other["met"] == [True, False]
-    assert "waited 10 s for" in one["error"]
+    hvd.init()
+    run = _started(mode=None)
+    run.train(10 + 30 * hvd.rank())  # the other rank comes to its comparison alone
+    hvd.join()
+    assert (run.trial.mode, run.trial.ended) == (DENSE, True)
+    hvd.init()  # again: its shutdown at exit must not meet ours all the same
+    run = _started(mode=None)
+    run.train(3)
+    run.trial.dense_timed(1.0, 0.1)  # what was found in the last step
+    run.train(4 * hvd.rank())
+    hvd.join()
+    assert run.session.choice.given_up and not run.session.exchange.compresses
+    if hvd.rank() == 0:
+        gradients = [np.ones(array.shape, np.float32) for array in run.arrays]
+        assert "waited 10 s for" in error_told(lambda: run.apply(gradients), tmp_path)
+    else:
+        stay_away(tmp_path)

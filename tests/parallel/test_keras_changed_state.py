@@ -2,44 +2,158 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from tests.helpers.ranks import run_ranks
-from tests.helpers.sealed import check_sealed
+pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-pytestmark = [pytest.mark.parallel, pytest.mark.slow]
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
 
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.testing.tensorflow import session
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import fingerprint, keras
+from tests.helpers.on_ranks import same_on_ranks
 
-@pytest.fixture(scope="module")
-def ranks():
-    cases = ("refused", "within_an_accumulation", "outer_momentum", "sealed")
-    return run_ranks(2, [f"keras_changed_state.{case}" for case in cases])
-
-
-def test_what_is_refused_changes_nothing_and_is_loaded_behind_a_flush(ranks):
-    found = [rank["keras_changed_state.refused"] for rank in ranks]
-    assert found[0] == found[1]
-    for name, error in found[0].pop("method").items():
-        assert error.startswith("CheckpointError: the residuals hold gradients"), (name, error)
-    for name, text in {
-        "other layer": "a layer was frozen or thawed since they were saved",
-        "Adam": "a layer was frozen or thawed since they were saved",
-        "uncompressed": "nothing is compressed now: flush() before saving",
-        "after steps": "those of model.weights at 0, 1, 4, 5 were trained, now those at 2, 3, 4, 5",
-    }.items():
-        run = found[0][name]
-        assert text in run["error"] and run["same"], (name, run)
-        assert run["flushed"] == "" and run["weights"], (name, run)
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(2)]
+SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
+DGC, TOPK = Compression.dgc(**SMALL), Compression.topk(**SMALL)
+FROZEN = "a layer was frozen or thawed since they were saved"
 
 
-def test_what_was_changed_and_sealed_again_is_one_error_and_changes_nothing(ranks):
-    check_sealed([rank["keras_changed_state.sealed"] for rank in ranks])
+def _made(compression: Any, frozen: int | None = None, adam: bool = False, passes: int | None = None) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(10, activation="tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((10,)), *layers])
+    if frozen is not None:
+        model.layers[frozen].trainable = False
+    more = {"gradient_accumulation_steps": passes}
+    inner = keras.optimizers.AdamW(0.003, **more) if adam else keras.optimizers.SGD(0.05, momentum=0.9, **more)
+    optimizer = DistributedOptimizer(inner, compression=compression)
+    model.compile(optimizer, loss="mse", run_eagerly=True)
+    optimizer.build(model.trainable_variables)
+    return model
 
 
-def test_a_load_within_an_accumulation_begins_it_anew(ranks):
-    assert all(rank["keras_changed_state.within_an_accumulation"]["same"] for rank in ranks)
+def _train(model: Any, first: int, last: int) -> Any:
+    for step in range(first, last):
+        rng = np.random.default_rng(100 * step + hvd.rank())
+        x, y = rng.normal(size=(2, 8, 10)).astype("f4")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return model
 
 
-def test_outer_momentum_may_come_and_go(ranks):
-    for found in (rank["keras_changed_state.outer_momentum"] for rank in ranks):
-        assert len(found) == 4 and all(run == [True] * 3 for run in found.values()), found
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (lambda: _made(DGC, 0), lambda: _made(DGC, 1), FROZEN),
+        (lambda: _made(DGC, 0, adam=True), lambda: _made(DGC, 1, adam=True), FROZEN),
+        (
+            lambda: _made(DGC),
+            lambda: _made(Compression.none),
+            "nothing is compressed now: flush() before saving",
+        ),
+        (
+            lambda: _made(DGC, 1),
+            lambda: _train(_made(DGC, 0), 0, 2),
+            "those of model.weights at 0, 1, 4, 5 were trained, now those at 2, 3, 4, 5",
+        ),
+    ],
+    ids=["other layer", "Adam", "uncompressed", "after steps"],
+)
+def test_what_is_refused_changes_nothing_and_is_loaded_behind_a_flush(saved, loaded, words, tmp_path):
+    """Another layer of the same shape is frozen, or nothing is compressed."""
+    model, other = saved(), loaded()
+    save_checkpoint(tmp_path, _train(model, 0, 6))
+    for weight in other.layers[2].weights:  # to see whether a load that is refused has changed them
+        weight.assign(weight + 1)
+    before = fingerprint(other)
+    error = error_of(lambda: load_checkpoint(tmp_path, other))
+    assert words in error and fingerprint(other) == before
+    model.optimizer.flush()
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, other)
+    assert fingerprint(other) == fingerprint(model)
+    same_on_ranks(error)
+
+
+@pytest.mark.parametrize(
+    ("compression", "steps"),
+    [(DGC, 0), (DGC, 2), (Compression.local(steps=2), 0)],
+    ids=["dgc", "dgc, trained", "local"],
+)
+def test_residuals_of_another_method_are_refused(compression, steps):
+    kept = _train(_made(TOPK), 0, 3).optimizer.residual_state_dict()
+    error = error_of(lambda: _train(_made(compression), 0, steps).optimizer.load_residual_state_dict(kept))
+    assert error.startswith("CheckpointError: the residuals hold gradients"), error
+
+
+def test_a_load_within_an_accumulation_begins_it_anew(tmp_path):
+    """What was accumulated is of other weights."""
+    whole = _train(_made(DGC, passes=2), 0, 8)
+    save_checkpoint(tmp_path, whole)
+    again = _train(_made(DGC, passes=2), 0, 11)
+    load_checkpoint(tmp_path, again)
+    assert fingerprint(_train(again, 8, 12)) == fingerprint(_train(whole, 8, 12))
+
+
+MAKES = {
+    "each": lambda: _made(TOPK),
+    "local": lambda: _made(Compression.local(steps=2, min_numel=16)),
+    "plain": lambda: _made(Compression.local(steps=2, min_numel=16, outer_momentum=0.0)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), [pair for pair in itertools.permutations(MAKES, 2) if "local" in pair])
+def test_outer_momentum_may_come_and_go(one, other, tmp_path):
+    """From an exchange at every step to local steps, back, and to no outer momentum."""
+    model, loaded = _train(MAKES[one](), 0, 4), _train(MAKES[other](), 0, 4)
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, loaded, residuals="required" if "each" not in (one, other) else "ignored")
+    outer = [] if other == "each" else session(loaded.optimizer).rounds.outer
+    assert fingerprint(loaded) == fingerprint(model)
+    assert bool(outer) == (other == "local") and not any(np.any(each.numpy()) for each in outer)
+    _train(loaded, 4, 6)
+
+
+ERRORS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {  # words; what is done with a checkpoint and its model
+    "other model": ("CheckpointError: .*another model", lambda folder, model: load_checkpoint(
+        folder, keras.Sequential([keras.layers.Input((10,)), keras.layers.Dense(3)]), _made(DGC).optimizer)),
+    "other method": ("CheckpointError: .*momentum_correction", lambda folder, model: load_checkpoint(
+        folder, _made(TOPK))),
+    "extra": ("must be numbers, texts", lambda folder, model: save_checkpoint(folder, model, what=hvd)),
+    "no name": ("CheckpointError: .*rank 1: the directory must be a path, got ''", lambda folder, model:
+        save_checkpoint("" if hvd.rank() else folder, model)),
+    "no dict": ("CheckpointError: .*this is no dict of residual_state_dict\\(\\)", lambda folder, model:
+        model.optimizer.load_residual_state_dict(None)),
+    "not distributed": ("^UnsupportedUse: ", lambda folder, model: save_checkpoint(
+        folder, model, keras.optimizers.SGD())),
+    "missing": ("CheckpointError: .*rank 1: ", lambda folder, model: _load_without_a_file(folder)),
+}  # fmt: skip
+
+
+def _load_without_a_file(folder: Any) -> None:
+    hvd.allgather_object(0)
+    if hvd.rank() == 0:
+        next(folder.glob("*-rank1.npz")).unlink()
+    hvd.allgather_object(0)
+    load_checkpoint(folder, _made(DGC), residuals="if sound")
+    load_checkpoint(folder, _made(DGC))
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_errors_are_the_same_on_every_rank(what, tmp_path):
+    words, attempt = ERRORS[what]
+    model = _train(_made(DGC), 0, 4)
+    save_checkpoint(tmp_path, model)
+    error = error_of(lambda: attempt(tmp_path, model))
+    assert re.search(words, error, re.DOTALL), error
+    same_on_ranks(error)

@@ -1,103 +1,260 @@
-"""Around Keras' local steps the ranks stay together, on real ranks: what `test_local_steps` promises for PyTorch."""
+"""Around Keras' local steps the ranks stay together: load, broadcast, freeze, accumulate, overflow."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
-from tests.helpers.ranks import run_ranks
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
 
-pytestmark = [pytest.mark.parallel, pytest.mark.slow]
+from dgc_horovod.tensorflow import broadcast_variables
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, callbacks, load_checkpoint, save_checkpoint
+from dgc_horovod.testing.tensorflow import session
+from tests.helpers.adapters import Adapter
+from tests.helpers.errors import error_of
+from tests.helpers.keras_training import BATCH, BATCHES, fit, keras, shard, smooth_model, weights
+
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(2)]
 H = 4
-CASES = [
-    "accumulating", "beginning", "loading", "freezing", "overflowing", "options", "repairing", "own", "refused",
-    "spoiled_gradient", "exported",
-]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(2, [f"keras_local_around.{case}" for case in CASES], timeout=400)
+def _wrapped(optimizer: Any = None, **fields: Any) -> Any:
+    compression = Compression.local(**{"steps": H, "density": 0.1, **fields})
+    return DistributedOptimizer(optimizer or keras.optimizers.AdamW(2e-3), compression=compression)
 
 
-def _found(ranks, case):
-    return [rank[f"keras_local_around.{case}"] for rank in ranks]
+def _compiled(seed: int = 0, frozen: bool = False, **fields: Any) -> Any:
+    model = smooth_model(seed)
+    model.layers[0].trainable = not frozen
+    model.compile(_wrapped(**fields), "mse")
+    return model
 
 
-def test_accumulated_passes_are_one_step(ranks):
+def _train(model: Any, steps: int) -> None:
+    """So many batches of this rank, from its first on."""
+    x, y = shard(hvd.rank())
+    for step in range(steps):
+        at = BATCH * (step % BATCHES)
+        model.train_on_batch(x[at : at + BATCH], y[at : at + BATCH])
+
+
+def _apart(values: Any) -> float:
+    """How far the ranks are apart in a vector, at most."""
+    return Adapter("Keras").apart(np.float32(values))
+
+
+def _variable(constraint: Any = None) -> Any:
+    variable = keras.Variable(tf.ones((40, 50)))
+    variable.constraint = constraint
+    return variable
+
+
+def _apply(optimizer: Any, variable: Any, times: int) -> None:
+    for i in range(times):
+        gradient = np.random.default_rng(10 * i + hvd.rank()).standard_normal((40, 50))
+        optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
+
+
+def test_accumulated_passes_are_one_step():
     """A round had lasted H steps of H passes, and each pass of the step that ended it had been an exchange."""
-    for found in _found(ranks, "accumulating"):
-        assert found["exchanged"] == [0] * (2 * H - 1) + [1] * 2 * H + [2]
-        assert found["dense"] == 2 * H and found["flush"] == "" and found["apart"] == 0
+    variable = _variable()
+    optimizer, exchanged = _wrapped(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), []
+    for _ in range(4 * H):
+        _apply(optimizer, variable, 1)
+        exchanged.append(optimizer.compression_stats()["steps"])
+    assert exchanged == [0] * (2 * H - 1) + [1] * 2 * H + [2]
+    assert optimizer.compression_stats()["bytes_dense"] == 2 * H * variable.numpy().nbytes
+    optimizer.flush()
+    assert _apart(variable) == 0
 
 
-def test_a_broadcast_after_the_first_step_leaves_the_ranks_together(ranks):
-    """Each rank had gone on from weights of its own."""
-    assert _found(ranks, "beginning") == [{"loop": 0, "fit": 0}] * 2
+def test_a_broadcast_after_the_first_step_leaves_the_ranks_together():
+    """Horovod's way with loops of one's own: each rank had gone on from weights of its own."""
+    model = _compiled(hvd.rank())
+    _train(model, 1)
+    for variables in (model.variables, model.optimizer.variables):
+        broadcast_variables(variables, 0)
+    _train(model, 2 * H - 1)
+    assert _apart(weights(model)) == 0
 
 
-def test_weights_loaded_in_a_round_are_gone_on_with(ranks):
-    """Where one rank had loaded, outer momentum and the round's begin were its own."""
-    assert _found(ranks, "loading") == [{"kept": 0, "one rank": 0, "set": 0}] * 2
+def test_a_model_that_its_first_batch_builds():
+    keras.utils.set_random_seed(hvd.rank())
+    late = keras.Sequential([keras.layers.Dense(96, activation="tanh"), keras.layers.Dense(1)])
+    fit(late, _wrapped(), 1, callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert _apart(weights(late)) == 0
 
 
-def test_a_frozen_layer_stays_and_sets_of_variables_may_take_turns(ranks):
-    for found in _found(ranks, "freezing"):
-        assert found["moved"] == found["apart"] == found["turns"] == 0 < found["changed"]
+def test_weights_loaded_in_a_round_are_gone_on_with(tmp_path):
+    """By every rank, by one and broadcast, set by the script.
+
+    Where one rank had loaded, outer momentum and the round's begin were its own.
+    """
+    model, optimizer = smooth_model(), _wrapped(outer_momentum=0.9, outer_rate=0.7)
+    fit(model, optimizer, 2)
+    file, saved = tmp_path / f"{hvd.rank()}.weights.h5", weights(model)
+    model.save_weights(file)
+    _train(model, H + 2)
+    model.load_weights(file)
+    optimizer.exchange()
+    assert np.array_equal(weights(model), saved)
+    _train(model, H + 2)
+    if hvd.rank() == 0:
+        model.load_weights(file)
+    x, y = shard(hvd.rank())
+    begin = [callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(x[: 4 * BATCH], y[: 4 * BATCH], batch_size=BATCH, verbose=0, shuffle=False, callbacks=begin)
+    optimizer.exchange()
+    assert _apart(weights(model)) == 0
+    _train(model, 2)
+    model.set_weights(smooth_model(7).get_weights())
+    optimizer.clear_residuals()
+    optimizer.exchange()
+    assert np.array_equal(weights(model), weights(smooth_model(7)))
 
 
-def test_an_overflow_on_one_rank_is_over_with_the_round(ranks):
-    """Adam's first moment had stayed where the second was emptied: steps of 1e24."""
-    for found in _found(ranks, "overflowing"):
-        assert found["apart"] == 0 and found["largest"] < 2
+def test_a_layer_that_is_frozen_in_a_round_stays():
+    model, optimizer = smooth_model(), _wrapped()
+    fit(model, optimizer, 1)
+    before = model.layers[0].kernel.numpy()
+    _train(model, 2)
+    model.layers[0].trainable = False
+    model.compile(optimizer, "mse")
+    _train(model, 2 * H - 2)
+    assert np.array_equal(model.layers[0].kernel.numpy(), before) and _apart(weights(model)) == 0
 
 
-def test_one_gradient_that_is_not_finite_costs_one_step_of_one_rank(ranks):
-    found = _found(ranks, "spoiled_gradient")
-    assert [each.pop("left out") for each in found] == [0, 1]
-    assert found == [{"sound": True, "apart": 0, "skipped": 0}] * 2
+def test_sets_of_variables_may_take_turns():
+    one, other, turns = _variable(), _variable(), _wrapped(keras.optimizers.SGD(0.1))
+    turns.build([one, other])
+    for i in range(2 * H):
+        _apply(turns, (one, other)[i % 2], 1)
+    assert _apart(np.stack([one, other])) == 0
+    assert all((variable.numpy() != 1).any() for variable in (one, other))
 
 
-def test_what_was_loaded_is_flushed_before_the_first_step_with_a_layer_frozen_since(ranks):
-    assert _found(ranks, "exported") == [{"flushed": ""}] * 2
+def test_an_overflow_on_one_rank_is_over_with_the_round():
+    """Adam's first moment had stayed where the second was emptied: steps of 1e24.
+
+    One rank's gradient is beyond float32 when Adam squares it, and another not finite.
+    """
+    variable, optimizer = _variable(), _wrapped(keras.optimizers.Adam(1e-2))
+    _apply(optimizer, variable, H)
+    for i in range(H):
+        gradient = np.ones((40, 50), np.float32)
+        if hvd.rank() == 1:
+            gradient[0, 0] = 1e25
+        optimizer.apply([tf.constant(gradient)], [variable])
+        if hvd.rank() == 1 and i == 1:
+            variable.assign(variable + np.nan * (np.arange(50) == 1))
+    _apply(optimizer, variable, H)
+    assert _apart(variable) == 0 and np.abs(variable.numpy()).max() < 2
 
 
-def test_what_is_the_inner_optimizers_acts_as_in_keras(ranks):
-    for found in _found(ranks, "options"):
-        assert found["norm"] < 1e-5 and found["clipped"] == pytest.approx(1e-3) and found["velocity"] < 1
-        assert found["velocity"] == pytest.approx(0.5) and found["in a graph"] == 0 < found["within"]
+def test_one_gradient_that_is_not_finite_costs_one_step_of_one_rank():
+    """A step with zeros on that rank, and the round is exchanged."""
+    variable, optimizer = _variable(), _wrapped()
+    for step in range(2 * H):
+        gradient = np.ones((40, 50), np.float32)
+        if hvd.rank() == 1 and step == H + 1:
+            gradient[0, 0] = np.nan
+        optimizer.apply([tf.constant(gradient)], [variable])
+    assert np.isfinite(variable.numpy()).all() and _apart(variable) == 0
+    counts = session(optimizer).exchange.steps.counts
+    assert (counts.skipped, counts.left_out) == (0, hvd.rank())
 
 
-def test_weights_that_differ_are_found_and_repaired(ranks):
-    for found in _found(ranks, "repairing"):
-        assert found["broadcast"] == "" and found["apart"] == 0 and "different weights" in found["stop"], found
+def test_what_was_loaded_is_flushed_before_the_first_step_with_a_layer_frozen_since(tmp_path):
+    """It was frozen since the checkpoint was begun; it is loaded to be flushed and saved."""
+    model = _compiled()
+    _train(model, H)
+    model.layers[0].trainable = False
+    model.compile(model.optimizer, "mse")
+    _train(model, H)
+    save_checkpoint(tmp_path, model)
+    other = _compiled(1, frozen=True)
+    other.optimizer.build(other.weights)
+    load_checkpoint(tmp_path, other)
+    other.optimizer.flush()
 
 
-def test_variables_of_each_rank_alone_are_not_exchanged(ranks):
-    for found in _found(ranks, "own"):
-        assert found["exchange"] == "" and found["apart"] > 0
+def test_constraints_and_a_limit_that_is_set_later_are_the_inner_optimizers():
+    variable = _variable(keras.constraints.UnitNorm())
+    optimizer = _wrapped(keras.optimizers.SGD(0.1, momentum=0.9), outer_momentum=0.9)
+    _apply(optimizer, variable, 2 * H)
+    np.testing.assert_allclose(np.linalg.norm(variable.numpy(), axis=0), 1, atol=1e-5)
+    optimizer.global_clipnorm = 1e-3
+    assert float(tf.norm(optimizer._clip_gradients([tf.ones((40, 50))])[0])) == pytest.approx(1e-3)
 
 
-def test_what_cannot_be_is_said(ranks):
-    for found in _found(ranks, "refused"):
-        assert "use_ema" in found["average"] and "before the first step" in found["late"]
-        assert "optimizer.exchange()" in found["in a round"] and found["after it"] == ""
-        assert "mixed_bfloat16" in found["float16"]
+def test_momentum_follows_the_learning_rate():
+    """And an exchange may be made in a graph."""
+    variable, model = _variable(), smooth_model()
+    optimizer = _wrapped(keras.optimizers.SGD(0.1, momentum=0.9), outer_momentum=0.9)
+    _apply(optimizer, variable, 2 * H)
+    velocity = np.abs(optimizer.momentums[0].numpy()).sum()
+    model.compile(optimizer, "mse")
+    rates = callbacks.LearningRateScheduleCallback(0.1, 0.5)
+    rates.set_model(model)
+    rates.on_epoch_begin(1)
+    rates.on_train_batch_begin(0)
+    assert float(np.abs(optimizer.momentums[0].numpy()).sum() / velocity) == pytest.approx(0.5)
+    _apply(optimizer, variable, 2)
+    assert _apart(variable) > 0
+    tf.function(optimizer.exchange)()
+    assert _apart(variable) == 0
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
-    found = [
-        rank["keras_local_around.resumed"] for rank in run_ranks(2, ["keras_local_around.resumed"], folder=tmp_path)
-    ]
-    for name in ("AdamW", "SGD"):
-        assert [each[name][:2] for each in found] == [[1, 1]] * 2, name
+@pytest.mark.parametrize("action", ["broadcast", "stop"])
+def test_weights_that_differ_are_found_and_repaired(action):
+    """Those that one rank has set, at the next exchange; they are set right with the inner state."""
+    variable, optimizer = _variable(), _wrapped(on_mismatch=action, check_every=1)
+    _apply(optimizer, variable, H)
+    variable.assign_add(tf.fill((40, 50), 0.1 * hvd.rank()))
+    error = error_of(lambda: _apply(optimizer, variable, H))
+    if action == "stop":
+        assert "different weights" in error
+    else:
+        assert error == "" and _apart(np.stack([variable, *optimizer._momentums])) == 0
 
 
-@pytest.mark.slow
+def test_variables_of_each_rank_alone_are_not_exchanged():
+    """All of them."""
+    variable, optimizer = _variable(), _wrapped()
+    optimizer.register_local_var(variable)
+    _apply(optimizer, variable, H)
+    assert _apart(variable) > 0
+    optimizer.exchange()
+
+
+def test_what_cannot_be_is_said():
+    assert "use_ema" in error_of(lambda: _wrapped(keras.optimizers.Adam(use_ema=True)))
+    variable, optimizer = _variable(), _wrapped()
+    _apply(optimizer, variable, 1)
+    assert "before the first step" in error_of(lambda: optimizer.register_local_var(variable))
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        assert "mixed_bfloat16" in error_of(_compiled)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "5"}, fresh=True)
 def test_a_rank_with_fewer_steps_is_told():
-    first, second = run_ranks(2, ["keras_local_around.missing"], environment={"DGC_TIMEOUT": "5"}, fresh=True)
-    first, second = first["keras_local_around.missing"], second["keras_local_around.missing"]
-    assert first["said"].startswith("CollectiveTimeout: rank 0 of 2 waited 5 s")
-    assert "Horovod has" in second["said"]
+    """Rank 0 at the end of the round, and rank 1 at its own."""
+    hvd.init()
+    variable, optimizer = _variable(), _wrapped()
+    _apply(optimizer, variable, 2 * H - 1)
+    if hvd.rank() == 1:
+        time.sleep(12)
+    said = error_of(lambda: _apply(optimizer, variable, 1))
+    if hvd.rank() == 0:
+        assert said.startswith("CollectiveTimeout: rank 0 of 2 waited 5 s")
+    else:
+        assert "Horovod has" in said

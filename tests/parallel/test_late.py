@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+import torch.nn.functional as F
 
-from tests.helpers.late import SPEEDS
-from tests.helpers.ranks import run_ranks
-from tests.helpers.torch_ranks import run_torch_ranks
+from dgc_horovod.testing.torch import session
+from tests.helpers.adapters import Adapter, Compression, on_adapters
+from tests.helpers.ddp_training import sgd
+from tests.helpers.late import SPEEDS, adamw, ready
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.regression import fingerprint
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+FIELDS: dict[str, Any] = {"density": 0.05, "min_numel": 16, "bucket_bytes": 1024}
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (sgd, {}),
+    "clipped": (sgd, {"clip_norm": 0.5}),
+    "small tensors dense": (sgd, {"dense_values": "fp32"}),
+    "AdamW, small tensors dense": (adamw, {"dense_values": "fp16"}),
+}
+ON_NODES: dict[str, dict[str, Any]] = {
+    "nodes": {},
+    "clipped": {"clip_norm": 0.5},
+    "dense": {"dense_values": "fp32"},
+}
 
 
-def check(ranks, case):
-    assert ranks[0][case] == ranks[1][case]
-    for name, weights in ranks[0][case].items():
-        assert set(weights) == set(SPEEDS) and len(set(weights.values())) == 1, name
-    return ranks[0][case]
+def _weights(adapter: Any, make: Any, fields: dict[str, Any]) -> str:
+    """The same at each speed."""
+    found = []
+    for speed in SPEEDS:
+        options = {"bucket_cap_mb": 0.002} if adapter.name == "DDP" else {}
+        model, optimizer = adapter.made(Compression.dgc(**FIELDS, **fields), make, **options)
+        with ready(speed, adapter.rank):
+            for number, (x, y) in enumerate(adapter.batches(6)):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                if adapter.name == "DDP" and number > 3:  # norms of all ranks are shared, among the other collectives
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+        found.append(fingerprint(model))
+    assert len(set(found)) == 1
+    same_on_ranks(found[0])
+    return found[0]
 
 
-def test_over_horovod():
-    ranks = run_ranks(2, ["late.same_weights", "late.after_backward"])
-    found = check(ranks, "late.same_weights")
-    assert len({weights["never"] for weights in found.values()}) == len(found)
-    for rank in ranks:  # handed on at the end of the backward pass, before the script goes on
-        assert rank["late.after_backward"] == {"1": [True, False], "2": [True, False]}
-
-
-@pytest.mark.ranks(2, "ddp")
-def test_over_torch_distributed():
-    check(run_torch_ranks(2, ["ddp_late.same_weights"]), "ddp_late.same_weights")
+@on_adapters("Horovod", "DDP", "without DDP")
+def test_the_same_bits_at_each_speed(adapter):
+    ends = [_weights(adapter, make, fields) for make, fields in RUNS.values()]
+    assert len(set(ends)) == len(ends)
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_over_horovod_on_nodes():
-    check(run_ranks(4, ["late.on_nodes"], "nodes"), "late.on_nodes")
+@pytest.mark.on_ranks(4, nodes=2)
+@pytest.mark.parametrize(
+    ("adapter", "name"),
+    [
+        *((Adapter("without DDP"), name) for name in ON_NODES),
+        *((Adapter("Horovod"), name) for name in ("nodes", "clipped")),  # its fusion changes the order of sums of four
+    ],
+)
+def test_on_nodes(adapter, name):
+    _weights(adapter, sgd, {"exchange": "hierarchical", **ON_NODES[name]})
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(4, "ddp")
-def test_over_torch_distributed_on_nodes():
-    check(run_torch_ranks(4, ["ddp_late.on_nodes"], nodes=2), "ddp_late.on_nodes")
+@on_adapters("Horovod")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_is_late_is_handed_on_at_the_end_of_the_backward_pass(adapter, passes):
+    """Before the script goes on; by number of passes a step."""
+    model, optimizer = adapter.made(Compression.dgc(**FIELDS), backward_passes_per_step=passes)
+    exchange, in_hook, data = session(optimizer).exchange, [False], iter(adapter.batches(3 * passes))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: in_hook.append(exchange.is_compressing))
+    with ready("never", adapter.rank):
+        for _ in range(3):  # in the first everything is sent after the last gradient
+            optimizer.zero_grad()
+            for _ in range(passes):
+                x, y = next(data)
+                F.mse_loss(model(x), y).backward()
+            after = exchange.is_compressing
+            optimizer.step()
+    assert in_hook[-1] and not after

@@ -1,131 +1,204 @@
-"""Local steps keep their promises on real ranks: averaging at density 1, replicas, conservation, resumes, faults."""
+"""Local steps keep their promises on real ranks: averaging at density 1, replicas, resumes, faults."""
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
+import numpy as np
 import pytest
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.adapters import Compression, on_adapters
+from tests.helpers.errors import error_of
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import ALONE, UNROUNDED, distance
 
-pytestmark = pytest.mark.parallel
-CASES = ["averaging", "learning", "conservation", "faults", "misuse", "scaled"]
-AROUND = ["loading", "freezing", "differing", "counting", "overflowing", "offloaded", "spoiled_gradient", "set_within",
-          "handed_over", "counted_anew"]  # fmt: skip
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+each_adapter = on_adapters("Horovod", slow=("DDP", "without DDP", "Keras"))
 H = 5
+ADAMW: dict[str, Any] = {"name": "AdamW", "lr": 2e-3, "weight_decay": 0.01}
+WHOLE: dict[str, Any] = {"density": 1.0, "local_decay": 1.0, **UNROUNDED}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    around = [f"local_steps_around.{case}" for case in AROUND]
-    cases = [*(f"local_steps.{case}" for case in CASES), *around]
-    return run_ranks(2, cases, folder=tmp_path_factory.mktemp("ranks"), timeout=300)
+def _started(adapter: Any, seed: int = 0, optimizer: dict[str, Any] = ADAMW, wrap: Any = None, **fields: Any) -> Any:
+    compression = Compression.local(**{"steps": H, "density": 0.1, "min_numel": 64, **fields})
+    wrap = {"bucket_cap_mb": 0.01} if adapter.name == "DDP" and wrap is None else wrap
+    return adapter.start(compression, seed=seed, wrap=wrap, **optimizer)
 
 
-def _found(ranks, case):
-    return [rank[f"local_steps.{case}"] for rank in ranks]
+@each_adapter
+@pytest.mark.parametrize(("momentum", "rate"), [(0.0, 1.0), (0.9, 0.7)], ids=["mean", "Nesterov"])
+def test_at_density_1_the_weights_become_their_mean(adapter, momentum, rate):
+    """Each rank trains alone, and every H steps the weights become their mean."""
+    _check_means(adapter, _started(adapter, outer_momentum=momentum, outer_rate=rate, **WHOLE), momentum, rate)
 
 
-def test_at_density_1_the_weights_become_their_mean(ranks):
-    for found in _found(ranks, "averaging"):
-        assert max(found.values()) <= 1e-5, found
+@pytest.mark.slow
+@on_adapters("DDP")
+def test_at_density_1_the_weights_become_their_mean_where_losses_are_scaled(adapter):
+    import torch
+
+    run = _started(adapter, outer_momentum=0.0, outer_rate=1.0, **WHOLE)
+    run.scaler = torch.amp.GradScaler("cpu")
+    _check_means(adapter, run, 0.0, 1.0)
 
 
-def test_replicas_are_equal_after_each_exchange_and_only_then(ranks):
-    one, other = _found(ranks, "learning")
-    for i, (a, b) in enumerate(zip(one["after"], other["after"], strict=True)):
-        assert (a == b) == (i % 2 == 1), i
-    for found in (one, other):
-        assert found["last"] < 0.5 * found["first"] and found["exchanges"] == 60
-        assert found["fewer"] > 10 * H, "a tenth, in 2 bits, every fifth step"
+def _check_means(adapter: Any, run: Any, momentum: float, rate: float) -> None:
+    alone, outer = adapter.start(ALONE, **ADAMW), np.float32(0)
+    for _ in range(4):
+        anchor = alone.weights
+        alone.train(H)
+        change = adapter.mean(anchor - alone.weights)
+        outer = momentum * outer + change
+        alone.weights = anchor - rate * (change + momentum * outer if momentum else change)
+    run.train(4 * H)
+    assert distance(alone.weights, run.weights) <= 1e-5
 
 
-def test_what_the_inner_steps_have_changed_is_applied_or_waits(ranks):
-    for found in _found(ranks, "conservation"):
-        assert found["apart"] <= 1e-4 and found["owed"] > 0.05
-        assert found["flushed"] <= 1e-4 and found["changed"]
+@each_adapter
+def test_replicas_are_equal_after_each_exchange_and_only_then(adapter):
+    """A run at 10%, 2 bits: learning and traffic too; then an exchange within a round, and a flush."""
+    run = _started(adapter, check_every=1)
+    prints, losses = [], []
+    for _ in range(40 * H):
+        losses += run.train()
+        prints.append(run.print)
+    same = [a == b for a, b in zip(*adapter.of_all_ranks(prints), strict=True)]
+    assert same == [number % H == 0 for number in range(1, 40 * H + 1)]
+    stats = run.optimizer.compression_stats()
+    assert sum(losses[-20:]) / 20 < 0.5 * losses[0] and stats["steps"] == 40
+    assert stats["bytes_dense_received"] / stats["bytes_received"] > 10 * H, "a tenth, in 2 bits, every fifth step"
+    run.train(2)
+    assert run.apart > 0
+    run.optimizer.exchange()
+    early = run.print
+    run.optimizer.flush()
+    assert run.print != early
+    same_on_ranks(early, run.print)
 
 
-def test_weights_that_are_not_finite_move_nobody(ranks):
-    found = _found(ranks, "faults")
-    assert len({each["replica"] for each in found}) == 1
-    assert all(each["stayed"] and each["moved"] and each["last"] < 10 for each in found), found
+@each_adapter
+def test_weights_that_are_not_finite_move_nobody(adapter):
+    run = _started(adapter)
+    run.train(2 * H)
+    before = run.print
+    run.train(2)
+    if adapter.rank == 1:
+        run.spoil()
+    run.train(H - 2)
+    assert run.print == before
+    assert np.isfinite(run.inner).all()
+    if adapter.name == "Keras":  # empty ones: steps of several times
+        assert all(np.asarray(second).any() for second in run.optimizer._velocities)
+    losses = run.train(10 * H)
+    assert losses[-1] < 4 and run.print != before
+    same_on_ranks(run.print)
 
 
-def test_what_cannot_be_is_said(ranks):
-    for found in _found(ranks, "misuse"):
-        assert "optimizer.exchange()" in found["residuals"] and found["then"] == ""
-        assert "hvd.Average" in found["sum"]
+@each_adapter
+@pytest.mark.parametrize("optimizer", [ADAMW, {"name": "SGD", "lr": 0.02, "momentum": 0.9}], ids=["AdamW", "SGD"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(adapter, optimizer, tmp_path):
+    """Saved in the middle of a round, which ends it; by others in the middle of theirs too."""
+    runs = [_started(adapter, seed, optimizer, outer_momentum=0.5, outer_rate=0.7) for seed in range(3)]
+    first, second, third = runs
+    first.train(3 * H + 2)
+    if adapter.name == "Keras":  # PyTorch says that an exchange is to come before
+        third.train(1)
+    first.save(tmp_path)
+    kept = first.kept_bits
+    assert first.left() > 0
+    for run in (second, third):
+        run.load(tmp_path)
+        run.steps = first.steps
+        assert run.print == first.print
+        assert run.kept_bits == kept
+    for run in runs:
+        run.train(3 * H + 2)
+    assert first.print == second.print == third.print
+    for run in runs:
+        run.optimizer.exchange()
+    assert first.print == second.print == third.print
+    same_on_ranks(first.print)
 
 
-def test_a_step_that_a_scaler_skips_on_one_rank_counts(ranks):
-    found = _found(ranks, "scaled")
-    assert len({each["replica"] for each in found}) == 1
-    assert [each["exchanges"] for each in found] == [6, 6] and found[0]["scale"] != found[1]["scale"]
-    assert all(each["last"] < each["first"] for each in found)
+@each_adapter
+def test_residuals_are_known_between_two_rounds(adapter):
+    run = _started(adapter)
+    run.train(2)
+    assert "optimizer.exchange()" in error_of(run.kept)
+    run.optimizer.exchange()
+    run.kept()
 
 
-def test_a_state_that_is_loaded_or_broadcast_leaves_the_ranks_together(ranks):
-    for found in (rank["local_steps_around.loading"] for rank in ranks):
-        assert found["in a round"] == found["broadcast"] == 0
-        assert "'nobody' fits no parameter of this optimizer" in found["alien"]
+@on_adapters("Horovod", slow=("without DDP", "Keras"))
+def test_sums_are_refused(adapter):
+    how = {"average": False} if adapter.kind == "ddp" else {"op": adapter.ranks.Sum}
+    assert ("average" if adapter.kind == "ddp" else "hvd.Average") in error_of(lambda: _started(adapter, wrap=how))
 
 
-def test_a_frozen_layer_stays_and_a_thawed_one_is_refused(ranks):
-    for found in (rank["local_steps_around.freezing"] for rank in ranks):
-        assert found["moved"] < 1e-4 and "wrap the optimizer while it requires one" in found["thawed"]
+@on_adapters("Horovod")
+def test_what_the_inner_steps_have_changed_is_applied_or_waits(adapter):
+    run = _started(adapter, local_decay=1.0, outer_momentum=0.0, **UNROUNDED)
+    begun, last, inner = run.weights, [run.weights], [np.float32(0)]
+    rounds = run.session.strategy.rounds
+    send, receive = rounds.send, rounds.receive
+
+    def sending() -> bool:
+        inner[0] = inner[0] + (run.weights - last[0])
+        return send()
+
+    def receiving() -> bool:
+        finite = receive()
+        last[0] = run.weights
+        return finite
+
+    rounds.send, rounds.receive = sending, receiving
+    run.train(10 * H)
+    kept, named = run.kept(), run.model.named_parameters()
+    waits = np.concatenate([kept.get(name, {}).get("v", np.zeros(p.numel(), np.float32)) for name, p in named])
+    moved, made, owed = (adapter.mean(x) for x in (run.weights - begun, inner[0], waits))
+    assert distance(made, moved - owed) <= 1e-4 and np.linalg.norm(owed) / np.linalg.norm(made) > 0.05
+    before = run.print
+    run.optimizer.flush()
+    assert distance(made, run.weights - begun) <= 1e-4 and run.print != before
 
 
-def test_weights_that_differ_are_found_by_name_and_repaired(ranks):
-    for found in (rank["local_steps_around.differing"] for rank in ranks):
-        assert "'2.weight'" in found["stop"] and "more" not in found["stop"].split("differ")[0], found["stop"]
-        assert found["broadcast"] == "" and found["repaired"] == [0, 0]  # weights, outer momentum
+@on_adapters("Horovod")
+def test_a_step_that_a_scaler_skips_on_one_rank_counts(adapter):
+    """Rounds stay together."""
+    import torch
+    from torch.nn.utils import clip_grad_norm_
+
+    from tests.helpers.regression import batches
+
+    run = _started(adapter, optimizer={"name": "SGD", "lr": 0.02})
+    model, optimizer, losses = run.model, run.optimizer, []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step, (x, y) in enumerate(batches(6 * H, adapter.rank)):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss * (torch.inf if adapter.rank == 1 and step == 7 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 5.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    assert optimizer.compression_stats()["steps"] == 6 and losses[-1] < losses[0]
+    assert all(a != b for a, b in itertools.pairwise(adapter.of_all_ranks(scaler.get_scale())))
+    same_on_ranks(run.print)
 
 
-def test_an_overflow_on_one_rank_is_over_with_the_round(ranks):
-    """Adam's first moment had stayed where the second was emptied: steps of 1e24."""
-    for found in (rank["local_steps_around.overflowing"] for rank in ranks):
-        assert found["apart"] == 0 and found["largest"] < 2
+@pytest.mark.slow
+@on_adapters("Keras")
+def test_what_a_graph_of_keras_cannot_do_is_refused(adapter):
+    import keras
+    import tensorflow as tf
 
+    from dgc_horovod.tensorflow import DistributedGradientTape
 
-def test_host_memory_changes_nothing_on_a_cpu(ranks):
-    for found in (rank["local_steps_around.offloaded"] for rank in ranks):
-        assert found["same"] == [True, True] and found["kept"]
-
-
-def test_rounds_that_end_early_count_as_they_are(ranks):
-    for found in (rank["local_steps_around.counting"] for rank in ranks):
-        assert found["dense"] == 1
-        assert "wrapped again" in found["superseded"] or "UnsupportedUse" in found["superseded"], found
-        assert "a whole number" in found["steps"]
-
-
-def test_one_gradient_that_is_not_finite_costs_one_step_of_one_rank(ranks):
-    """The weights of that rank had been NaN for a round, and its running statistics for ever."""
-    for i, found in enumerate(rank["local_steps_around.spoiled_gradient"] for rank in ranks):
-        error = found.pop("for long")
-        assert found == {"spread": 0, "statistics": True, "skipped": 0, "moved": True, "left out": int(i == 1)}
-        assert error.startswith("NotFinite: exchange 1: a weight was not finite on rank 1") and "2 in a row" in error
-
-
-def test_weights_that_a_script_sets_within_a_round(ranks):
-    one, other = (rank["local_steps_around.set_within"] for rank in ranks)
-    for found in (one, other):
-        assert found["plain"] > 0.01 and found["broadcast"] < 0.5 * found["plain"] and found["cleared"] == 0, found
-    assert [one[f"{name}: said"] for name in ("plain", "broadcast", "cleared")] == [1, 0, 0]
-
-
-def test_a_second_optimizer_begins_with_the_same_weights_on_every_rank(ranks):
-    for found in (rank["local_steps_around.handed_over"] for rank in ranks):
-        said = found.pop("kept by one rank")
-        assert found == {"begun": 0, "ended": 0} and "(call exchange())" in said and "RankMismatch" in said
-
-
-def test_steps_of_another_kind_of_run_are_not_counted_as_exchanges(ranks):
-    for found in (rank["local_steps_around.counted_anew"] for rank in ranks):
-        assert found == {"exchanges": 1, "step": 1, "spread": 0}
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
-    found = [rank["local_steps.resumed"] for rank in run_ranks(2, ["local_steps.resumed"], folder=tmp_path)]
-    for name in ("AdamW", "SGD"):
-        assert [each[name][:2] for each in found] == [[True, True]] * 2, name
-        assert len({each[name][2] for each in found}) == 1
+    local, inner = Compression.local(steps=2), keras.optimizers.AdamW(2e-3)
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    error = error_of(lambda: adapter.module.DistributedOptimizer(scaled, compression=local))
+    assert "mixed_bfloat16" in error
+    error = error_of(lambda: DistributedGradientTape(tf.GradientTape(), compression=local))
+    assert "DistributedOptimizer" in error

@@ -1,105 +1,327 @@
-"""A script's own clipping becomes DGC's local one: real ranks, unmodified idioms."""
+"""Scripts that clip by themselves, and know nothing of compression: each rank clips its own gradient instead."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything of ours is loaded
 
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.interrupted import handed_over, made
+from tests.helpers.logs import messages
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.training import batches, distance, fingerprint, smooth_model, weights
 
-pytestmark = pytest.mark.parallel
-CASES = [
-    "same_as_given",
-    "first_step",
-    "told",
-    "returned_norms",
-    "other_clippings",
-    "clipped_by_hand",
-    "others",
-    "uneven_data",
-    "loaded_on_one_rank",
-    "measured_on_one_rank",
-    "more_on_one_rank",
-    "resumed",
-    "odd_orders",
-]
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+C, STEPS = 0.3, 12
+Clips = Callable[[Any], Any]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(2, [f"script_clipping.{case}" for case in CASES])
+def _norm(model: Any) -> Any:
+    return clip_grad_norm_(model.parameters(), C)
 
 
-def test_both_idioms_give_the_bits_of_clip_norm(ranks):
-    for name in ("sgd", "adamw"):
-        found = [rank["script_clipping.same_as_given"][name] for rank in ranks]
-        assert found[0].pop("prints") == found[1].pop("prints")
-        assert all(found[0].values()), (name, found[0])
+def _logs_too(model: Any) -> Any:
+    norm = _norm(model)
+    clip_grad_norm_(model.parameters(), 1e6)
+    return norm
 
 
-def test_the_first_step_leaves_no_more_than_it_should(ranks):
-    for rank in ranks:
-        found = rank["script_clipping.first_step"]
-        assert found["sgd, none"] > 1 and max(found["sgd, after"], found["sgd, before"]) < 1e-5, found
-        # of squares, the sum over ranks is known; each had clipped by a factor of its own
-        assert max(found["adamw, after"], found["adamw, before"]) < 0.1 * found["adamw, none"], found
+def _nothing(model: Any) -> None:
+    return None
 
 
-def test_what_a_script_clips_is_part_of_the_state(ranks):
+def _by_hand(model: Any) -> None:
+    grads = [p.grad for p in model.parameters()]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    for grad in grads:
+        grad.data.mul_(min(1.0, C / (float(norm) + 1e-6)))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, 0.9)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.003)
+
+
+each_kind = pytest.mark.parametrize("make", [_sgd, _adamw])
+
+
+def _train(
+    clip: Clips,
+    after: bool = True,
+    hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    scaled: bool = False,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = _sgd,
+    looks: Callable[[Any, Any], None] = lambda model, returned: None,
+    **fields: Any,
+) -> nn.Module:
+    """Train; the first gradient is zero, since a script's clipping counts from the second step on.
+
+    Args:
+        clip: what the script does to gradients.
+        after: whether it does so after synchronize(), or before.
+        hook: what autograd does to each gradient before anybody sees it.
+        scaled: whether by a GradScaler.
+        make: the optimizer.
+        looks: called with the model and what `clip` returned.
+        fields: of the compression.
+    """
+    model = smooth_model()
+    for p in model.parameters():
+        if hook is not None:
+            p.register_hook(hook)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    optimizer = DistributedOptimizer(
+        make(model), model.named_parameters(), Compression.dgc(0.05, **fields), grad_scaler=scaler
+    )
+    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(x), y) * (step > 0) * 3).backward()
+        if not after:
+            looks(model, clip(model))
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        if after:
+            looks(model, clip(model))
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+@each_kind
+def test_both_idioms_give_the_bits_of_clip_norm(make):
+    """Loss scaling too; and those bits are not those without."""
+    given = fingerprint(_train(_nothing, make=make, clip_norm=C))
+    for name, model in {
+        "after": _train(_norm, make=make),
+        "before": _train(_norm, after=False, make=make),
+        "measured again": _train(_logs_too, make=make),
+        "measured again, before": _train(_logs_too, after=False, make=make),
+        "scaled": _train(_norm, make=make, scaled=True),
+        "another c is left out": _train(_norm, make=make, clip_norm=C),
+    }.items():
+        assert fingerprint(model) == given, name
+    assert fingerprint(_train(_nothing, make=make)) != given
+    same_on_ranks(given)
+
+
+@each_kind
+def test_the_first_step_leaves_no_more_than_it_should(make):
+    """The gradient is a hundred times as large as the limit, and the script clips from the first step on.
+
+    Looks at u, or the root of Adam's second moment, beside those with ``clip_norm=c``.
+    """
+    kept = {}
+    for way in ("given", "after", "before", "none"):
+        compression = Compression.dgc(0.05, clip_norm=C if way == "given" else None, factor_masking=False)
+        model, optimizer = made(compression, make)
+        x, y = next(iter(batches(1, hvd.rank())))
+        _step(optimizer, 30 * F.mse_loss(model(x), y), model, way)
+        tensors = optimizer.residual_state_dict()["tensors"].values()
+        parts = [array for arrays in tensors for part, array in sorted(arrays.items()) if part != "v"]
+        second, names = session(optimizer).exchange.second, session(optimizer).exchange.compressed
+        kept[way] = torch.cat(parts or [torch.from_numpy(second[name].square()).sqrt() for name in names])
+    after, before, none = (distance(kept["given"], kept[way]) for way in ("after", "before", "none"))
+    if make is _sgd:
+        assert none > 1 and max(after, before) < 1e-5
+    else:  # of squares, the sum over ranks is known; each had clipped by a factor of its own
+        assert max(after, before) < 0.1 * none
+
+
+def _step(optimizer: Any, loss: torch.Tensor, model: Any, way: str) -> None:
+    """One step, in which the script clips before synchronize(), or after."""
+    optimizer.zero_grad()
+    loss.backward()
+    if way == "before":
+        _norm(model)
+    optimizer.synchronize()
+    if way == "after":
+        _norm(model)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["after", "before"])
+def test_what_a_script_clips_is_part_of_the_state(way):
     """The first gradient after a resume had entered u and v unclipped."""
-    assert [rank["script_clipping.resumed"] for rank in ranks] == 2 * [[True, True]]
+    ends, compression = [], Compression.dgc(0.05)
+    for stops in (False, True):
+        model, optimizer = made(compression, _sgd)
+        for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+            if stops and step == STEPS // 2:
+                model, optimizer = handed_over(
+                    model,
+                    optimizer,
+                    lambda model: DistributedOptimizer(_sgd(model), model.named_parameters(), compression),
+                )
+            _step(optimizer, 30 * F.mse_loss(model(x), y), model, way)
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
 
 
-def test_a_script_is_told_once(ranks):
-    first, second = ranks[0]["script_clipping.told"]
-    assert "clips gradients to 0.3" in first and "clip_norm=c" in first
-    assert "but clip_norm=3 is set" in second
-    assert ranks[1]["script_clipping.told"] == []
+def test_a_script_is_told_once():
+    """One that clips at every step, without and with a ``clip_norm`` of another size."""
+    with messages() as texts:
+        _train(_norm)
+        _train(_norm, clip_norm=10 * C)
+        _train(_nothing)
+    told = [text for text in texts if "clip" in text]
+    if hvd.rank():
+        assert told == []
+        return
+    first, second = told
+    assert "clips gradients to 0.3" in first and "clip_norm=c" in first and "but clip_norm=3 is set" in second
 
 
-def test_the_norm_returned_is_that_of_the_gradients(ranks):
-    for rank in ranks:
-        found = rank["script_clipping.returned_norms"]
-        for when in ("after", "before"):
-            assert found[when]["returned"] == pytest.approx(found[when]["expected"], rel=1e-5)
-    after = [rank["script_clipping.returned_norms"]["after"]["returned"] for rank in ranks]
-    assert after[0] == after[1], "after the exchange every rank must decide alike"
+@pytest.mark.parametrize("after", [True, False])
+def test_the_norm_returned_is_that_of_the_gradients(after):
+    own, returned = [], []
+
+    def see(grad: torch.Tensor) -> torch.Tensor:
+        own.append(float(grad.norm()) ** 2)
+        return grad
+
+    _train(_norm, after, see, looks=lambda model, norm: returned.append(float(norm)))
+    tensors = len(own) // STEPS
+    squares = torch.tensor([sum(own[i * tensors : (i + 1) * tensors]) for i in range(STEPS)])
+    if after:
+        squares = hvd.allreduce(squares, name="squares")
+        same_on_ranks(returned[2:])  # every rank must decide alike
+    assert returned[2:] == pytest.approx(squares.sqrt().tolist()[2:], rel=1e-5)
 
 
-def test_other_clippings(ranks):
-    found = ranks[0]["script_clipping.other_clippings"]
-    acts = {name.removesuffix(": acts"): found.pop(name) for name in list(found) if name.endswith(": acts")}
-    assert min(acts.values()) > 1e-3
-    assert max(found.values()) < 1e-5, found
+def _within(limit: float, p: float = 2.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    root = math.sqrt(2)
+    return lambda grad: grad * min(1.0, root * limit / max(1e-30, float(torch.linalg.vector_norm(grad, p))))
 
 
-def test_a_script_that_clips_by_hand_is_told_how_to_clip(ranks):
-    first, second = (rank["script_clipping.clipped_by_hand"] for rank in ranks)
-    assert first["fingerprints"] == second["fingerprints"] and second["told"] == []
-    assert len(first["told"]) == 2, "once, whether clip_norm is given or not"
-    for text in first["told"]:
+OTHERS: dict[str, tuple[Clips, Callable[[torch.Tensor], torch.Tensor]]] = {  # the script's, and by autograd itself
+    "value": (
+        lambda model: clip_grad_value_(model.parameters(), 0.05),
+        lambda grad: grad.clamp(-math.sqrt(2) * 0.05, math.sqrt(2) * 0.05),
+    ),
+    "each parameter": (lambda model: [clip_grad_norm_(x, C) for x in model.parameters()], _within(C)),
+    "each, largest element": (
+        lambda model: [clip_grad_norm_(x, C, norm_type=math.inf) for x in model.parameters()],
+        _within(C, math.inf),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_clippings(name):
+    clip, hook = OTHERS[name]
+    reference = weights(_train(_nothing, hook=hook))
+    for after in (True, False):
+        assert distance(reference, weights(_train(clip, after))) < 1e-5
+    assert distance(reference, weights(_train(_nothing))) > 1e-3
+
+
+@pytest.mark.parametrize("clip_norm", [None, C])
+def test_a_script_that_clips_by_hand_is_told_how_to_clip(clip_norm):
+    """It multiplies ``p.grad.data`` itself."""
+    with messages() as texts:
+        model = _train(_by_hand, clip_norm=clip_norm)
+    told = [text for text in texts if "clip" in text]
+    assert len(told) == (hvd.rank() == 0)
+    for text in told:
         assert "changed p.grad between synchronize() and step()" in text and "pass clip_norm=c" in text
+    same_on_ranks(fingerprint(model))
 
 
-def test_gradients_of_others_and_steps_that_are_not_finite(ranks):
-    for rank in ranks:
-        found = rank["script_clipping.others"]
-        assert found["nan"] and found["norm"] > 100 and found["after"] == pytest.approx(1, rel=1e-3)
+def test_gradients_of_others_are_clipped_as_ever():
+    linear = nn.Linear(3, 3)
+    (linear(torch.ones(1, 3)) * 100).sum().backward()
+    norm = float(clip_grad_norm_(linear.parameters(), 1.0))
+    after = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in linear.parameters()])))
+    assert norm > 100 and after == pytest.approx(1, rel=1e-3)
 
 
-@pytest.mark.parametrize("case", ["uneven_data", "loaded_on_one_rank", "measured_on_one_rank"])
-def test_ranks_that_do_something_else_clip_with_the_others(ranks, case):
-    assert len({rank[f"script_clipping.{case}"] for rank in ranks}) == 1
+def test_the_norm_of_a_step_that_is_not_finite_is_nan_on_every_rank():
+    norms: list[float] = []
+    _train(
+        _norm, hook=lambda g: g * math.nan if hvd.rank() == 1 else g, looks=lambda _, norm: norms.append(float(norm))
+    )
+    assert all(map(math.isnan, norms))
 
 
-def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(ranks):
-    """Ranks told each other as many norms as each had measured, in a collective of that size."""
-    first, second = (rank["script_clipping.more_on_one_rank"] for rank in ranks)
-    assert first["clipped"] == second["clipped"]  # the weights, and the last norm
-    assert first["logged"][0] == second["logged"][0]
+def _trained(
+    clip: Callable[[int, Any], Any],
+    steps: int = STEPS,
+    before: Callable[[int, Any], None] = lambda step, optimizer: None,
+) -> tuple[nn.Module, Any]:
+    """Model and optimizer of a script that trains with ``clip(step, model)`` after synchronize().
+
+    Args:
+        clip: what this rank does to the updates of a step.
+        steps: number of batches of this rank.
+        before: called with the number of a step and the optimizer before its backward pass.
+    """
+    model, optimizer = made(Compression.dgc(0.05), _sgd)
+    for step, (x, y) in enumerate(batches(steps, hvd.rank())):
+        before(step, optimizer)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.synchronize()
+        clip(step, model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return model, optimizer
 
 
-def test_norms_of_order_zero_and_below_are_torchs(ranks):
-    found = ranks[0]["script_clipping.odd_orders"]
-    assert found["fingerprint"] == ranks[1]["script_clipping.odd_orders"]["fingerprint"]
-    for own, returned in found["found"]:
-        assert returned == pytest.approx(own, rel=1e-4, nan_ok=True)
+def _uneven_data() -> nn.Module:
+    """Ranks have different numbers of batches."""
+    model, _optimizer = _trained(lambda step, model: _norm(model), STEPS if hvd.rank() else STEPS // 2)
+    assert hvd.join() == hvd.size() - 1
+    return model
+
+
+def _loaded_on_one_rank() -> nn.Module:
+    """A state is loaded on rank 0 alone, in the middle, and broadcast."""
+
+    def load(step: int, optimizer: Any) -> None:
+        if step in (0, STEPS // 2):
+            if hvd.rank() == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+    return _trained(lambda step, model: _norm(model), before=load)[0]
+
+
+def _measured_on_one_rank() -> nn.Module:
+    """Rank 0 alone calls clip_grad_norm_ in some steps, to log the norm."""
+
+    def clip(step: int, model: Any) -> None:
+        if hvd.rank() == 0 and step % 2 == 0:
+            assert clip_grad_norm_(model.parameters(), 1e9) > 0
+
+    return _trained(clip)[0]
+
+
+@pytest.mark.parametrize("trained", [_uneven_data, _loaded_on_one_rank, _measured_on_one_rank])
+def test_ranks_that_do_something_else_clip_with_the_others(trained):
+    same_on_ranks(fingerprint(trained()))
+
+
+def test_norms_of_order_zero_and_below_are_torchs():
+    """Torch's own function, on what stands in ``p.grad``."""
+
+    def clip(step: int, model: Any) -> None:
+        for p in (0.0, -1.0, -math.inf):
+            own = float(torch.nn.utils.get_total_norm([x.grad for x in model.parameters()], p))
+            returned = float(clip_grad_norm_(model.parameters(), 1e9, p))
+            assert returned == pytest.approx(own, rel=1e-4, nan_ok=True)
+
+    same_on_ranks(fingerprint(_trained(clip)[0]))

@@ -1,164 +1,252 @@
-"""Loading, freezing, looking, giving up: scripts around a step, on real ranks."""
+"""Loading, freezing, looking, giving up: what scripts do around a step works as with stock, or is refused in words."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
 import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from horovod.torch import broadcast_optimizer_state, broadcast_parameters
 
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.errors import error_of
+from tests.helpers.interrupted import made
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.training import UNROUNDED, batches, fingerprint, momentum_sgd, smooth_model, train, weights
 
-pytestmark = pytest.mark.parallel
-CASES = [
-    "loaded_on_one_rank",
-    "looked_at_state",
-    "fresh_gradients",
-    "frozen_layers",
-    "readable_gradients",
-    "networks_in_turns",
-]
-CASES += ["given_up_steps", "copies", "synchronized_twice", "synchronized_again", "filled_state", "wrapped_before"]
-CASES += ["patched_class", "written_weights"]
-EDITS = ["taken_away", "dropped_update", "updates_left", "late_hooks", "regrouped", "own_methods"]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    cases = [f"script_habits.{case}" for case in CASES] + [f"script_edits.{case}" for case in EDITS]
-    return run_ranks(2, cases, timeout=120)
-
-
-def test_a_state_that_one_rank_has_loaded_can_be_broadcast(ranks):
-    found = [rank["script_habits.loaded_on_one_rank"] for rank in ranks]
-    for name in found[0]:
-        assert found[0][name]["fingerprint"] == found[1][name]["fingerprint"], name
-        for rank in found:
-            before, after = rank[name]["kept"]
-            assert before > 0 and after == 0, f"{name}: u and v are of a run that was given up"
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+FEW = Compression.dgc(0.02)
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9),
+    "sgd with decay": lambda model: torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-3),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.01),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-def test_looking_at_the_state_changes_nothing(ranks):
-    for rank in ranks:
-        assert rank["script_habits.looked_at_state"] == {"sgd": True, "sgd with decay": True, "adamw": True}
+def _loss(model: Any) -> torch.Tensor:
+    x, y = next(iter(batches(1, hvd.rank())))
+    return F.mse_loss(model(x), y)
 
 
-def test_gradients_of_a_fresh_optimizer_are_zeros_after_a_broadcast(ranks):
-    assert all(rank["script_habits.fresh_gradients"] for rank in ranks)
+def _kept(optimizer: Any) -> float:
+    """The largest element of u and v on this rank."""
+    arrays = session(optimizer).exchange.state_arrays()
+    return max(float(abs(part).max()) for parts in arrays.values() for part in parts.values())
 
 
-def test_a_frozen_layer_comes_to_rest_as_with_stock_horovod(ranks):
-    found = [rank["script_habits.frozen_layers"] for rank in ranks]
-    for name in ("sgd", "sgd with decay", "adamw"):
-        stock, ours = (found[0][f"{name}, {way}"] for way in ("stock", "ours"))
-        assert ours["fingerprint"] == found[1][f"{name}, ours"]["fingerprint"]
-        first, later, again = ours["moves"]
-        assert first <= 2.5 * stock["moves"][0] + 1e-3, (name, stock, ours)
-        assert later <= 1.1 * stock["moves"][1] + 1e-6, (name, stock, ours)  # weight decay goes on
-        assert again > later + 1e-5, (name, ours)
+@each_optimizer
+def test_a_state_that_one_rank_has_loaded_can_be_broadcast(name):
+    """In the middle of a run rank 0 alone loads a state, then all broadcast: Horovod's own idiom."""
+    model, optimizer = made(FEW, OPTIMIZERS[name])
+    train(model, optimizer, 5)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, 7)
+    assert _kept(optimizer) > 0
+    if hvd.rank() == 0:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    broadcast_parameters(model.state_dict(), 0)
+    broadcast_optimizer_state(optimizer, 0)
+    assert _kept(optimizer) == 0, "u and v are of a run that was given up"
+    train(model, optimizer, 5)
+    same_on_ranks(fingerprint(model))
 
 
-def test_networks_that_take_turns_keep_their_residuals(ranks):
-    for rank in ranks:
-        always, turns = rank["script_habits.networks_in_turns"]
-        assert turns > 0.1 * always > 0
+@each_optimizer
+def test_looking_at_the_state_changes_nothing(name):
+    """Asking for state_dict() at every step, on one rank, and broadcasting what nobody has loaded, changes no bit."""
+    ends = []
+    for looks in (False, True):
+        model, optimizer = made(FEW, OPTIMIZERS[name])
+        for _ in range(4):
+            train(model, optimizer, 3)
+            if looks and hvd.rank() == 1:
+                optimizer.state_dict()
+            if looks:
+                broadcast_optimizer_state(optimizer, 0)
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
 
 
-def test_gradients_can_be_read_before_they_are_exchanged(ranks):
-    found = [rank["script_habits.readable_gradients"] for rank in ranks]
-    assert found[0]["same"] and found[1]["same"] and found[0]["fingerprint"] == found[1]["fingerprint"]
+def test_gradients_of_a_fresh_optimizer_are_zeros_after_a_broadcast():
+    """As with stock Horovod."""
+    model, optimizer = made(FEW)
+    broadcast_optimizer_state(optimizer, 0)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_a_step_can_be_given_up(ranks):
-    found = [rank["script_habits.given_up_steps"] for rank in ranks]
-    assert found[0]["fingerprint"] == found[1]["fingerprint"] and found[0]["moved"] > 0
-    for rank in found:
-        assert len(rank["refusals"]) == 2 and all("optimizer.synchronize()" in text for text in rank["refusals"])
+@each_optimizer
+def test_a_frozen_layer_comes_to_rest_as_with_stock_horovod(name):
+    """A layer is frozen after 20 steps, and thawed after 100 more."""
+    moves = {}
+    for way in ("stock", "ours"):
+        model = smooth_model()
+        factory = hvd.DistributedOptimizer if way == "stock" else DistributedOptimizer
+        compression = hvd.Compression.none if way == "stock" else Compression.dgc(0.005, compress_1d=True)
+        optimizer = factory(OPTIMIZERS[name](model), model.named_parameters(), compression)
+        train(model, optimizer, 20)
+        layer = model[2]
+        at = [layer.weight.detach().clone()]
+        for frozen, steps in ((True, 70), (True, 30), (False, 20)):
+            layer.requires_grad_(not frozen)
+            train(model, optimizer, steps)
+            at.append(layer.weight.detach().clone())
+        moves[way] = [float((b - a).norm() / a.norm()) for a, b in itertools.pairwise(at)]
+    first, later, again = moves["ours"]
+    assert first <= 2.5 * moves["stock"][0] + 1e-3
+    assert later <= 1.1 * moves["stock"][1] + 1e-6  # weight decay goes on
+    assert again > later + 1e-5
+    same_on_ranks(fingerprint(model))
 
 
-def test_copies_are_refused_in_words(ranks):
-    for rank in ranks:
-        told = rank["script_habits.copies"]
-        assert len(told) == 3 and all("state_dict()" in text for text in told)
+def test_networks_that_take_turns_keep_their_residuals():
+    """Nothing is dropped of a layer that is frozen in every second step."""
+    kept = []
+    for turns in (False, True):
+        model, optimizer = made(FEW, OPTIMIZERS["sgd"])
+        for step in range(30):
+            model[2].requires_grad_(not turns or step % 2 == 0)
+            train(model, optimizer, 1)
+        kept.append(float(abs(session(optimizer).exchange.state_arrays()["2.weight"]["v"]).max()))
+    assert kept[1] > 0.1 * kept[0] > 0
 
 
-def test_a_second_synchronization_is_warned_of(ranks):
-    for rank in ranks:
-        (text,) = rank["script_habits.synchronized_twice"]
-        assert "without optimizer.skip_synchronize() context" in text
+def test_gradients_can_be_read_before_they_are_exchanged():
+    """Between backward and synchronize p.grad is this rank's gradient."""
+    model, optimizer = made(FEW)
+    for x, y in batches(5, hvd.rank()):
+        own = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), own, strict=True))
+        optimizer.step()
+    same_on_ranks(fingerprint(model))
 
 
-def test_a_synchronization_with_nothing_new_does_nothing(ranks):
-    """It was an error that spoke of a step() which nobody had called."""
-    first, second = (rank["script_habits.synchronized_again"] for rank in ranks)
-    assert first == second and first["ends"][0] == first["ends"][1] and first["told"] == []
-    assert len(first["errors"]) == 6
-    assert all("step() was called again with no backward pass" in text for text in first["errors"])
+def _raise(_: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError
 
 
-def test_a_state_can_be_asked_for_before_the_first_step(ranks):
-    """torch makes a trial step for it, maybe on one rank: that waited for the others, or was a local step ahead."""
-    first, second = (rank["script_habits.filled_state"] for rank in ranks)
-    for name, found in first.items():
-        assert found["rate"] == 0.01 and found["stays"] and found["ends"] == second[name]["ends"], name
-        assert found["ends"][0] == found["ends"][1], name
+def test_a_step_can_be_given_up():
+    """An exception between backward and step, or in the middle of backward, is caught by the script on every rank."""
+    model, optimizer = made(FEW)
+    train(model, optimizer, 3)
+    for within in (False, True):
+        optimizer.zero_grad()
+        hook = model[2].weight.register_hook(_raise if within else lambda grad: grad)
+        with pytest.raises(ArithmeticError):
+            _loss(model).backward()
+            _raise(torch.zeros(1))
+        hook.remove()
+        with pytest.raises(UnsupportedUse, match=r"optimizer\.synchronize\(\)"):
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    before = weights(model)
+    train(model, optimizer, 5)
+    assert not torch.equal(before, weights(model))
+    same_on_ranks(fingerprint(model))
 
 
-def test_what_stands_on_the_object_that_is_wrapped(ranks):
-    """Wrappers are of that object alone, as in stock: one around zero_grad() had cleared gradients behind our back."""
-    for rank in ranks:
-        found = rank["script_habits.wrapped_before"]
-        assert found["calls"] == [] and found["distance"] < 1e-5
-        assert "its inner optimizer .base (SGD) was stepped outside of _Around.step()" in found["inside"]
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_in_words(way):
+    with pytest.raises(UnsupportedUse, match=r"state_dict\(\)"):
+        way(made(FEW)[1])
 
 
-def test_a_function_around_a_method_of_the_class_stays(ranks):
-    """One made with functools.wraps was taken for torch's own, and left out."""
-    first, second = (rank["script_habits.patched_class"] for rank in ranks)
-    assert first == second and [count for count, _ in first] == [3, 6]
+def test_a_second_synchronization_is_warned_of():
+    """Of a script that lets step() synchronize again."""
+    model, optimizer = made(FEW)
+    _loss(model).backward()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer.synchronize()
+        optimizer.step()
+    (warning,) = seen
+    assert "without optimizer.skip_synchronize() context" in str(warning.message)
 
 
-def test_weights_that_the_script_has_written_to_are_told_from_another_step(ranks):
-    """The optimizer alone was blamed, whose other methods had not been called."""
-    first, second = (rank["script_habits.written_weights"] for rank in ranks)
-    assert first == second and len(first["cleared"]) == 64
-    assert "(its other methods: adjust()), or the script has written to all weights" in first["not cleared"]
-    assert "must call optimizer.zero_grad() between the two" in first["not cleared"]
+class _Around(torch.optim.SGD):
+    """Another optimizer inside, which makes the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.02)
+        self.base = torch.optim.SGD(self.param_groups, lr=0.02)
+
+    def step(self, closure: Any = None) -> None:
+        """As that of the one inside."""
+        self.base.step()
 
 
-def test_gradients_that_a_script_takes_away_do_not_come_later(ranks):
-    """Twelve steps of them came in a burst."""
-    first, second = (rank["script_edits.taken_away"] for rank in ranks)
-    stock, ours = first["stock"]["moves"], first["sparse"]["moves"]
-    assert first["sparse"]["is"] == second["sparse"]["is"] and first["sparse"]["told"] == ["taken away"]
-    assert max(ours[:12]) == 0 and 0 < max(ours[12:]) < 3 * max(stock[12:])
+def test_methods_of_the_script_on_the_object_that_is_wrapped():
+    """They are of that object alone, as in stock: one around zero_grad() had cleared gradients behind our back."""
+    ends, calls = [], []
+    everything = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
+    for factory, compression in (
+        (hvd.DistributedOptimizer, hvd.Compression.none),
+        (DistributedOptimizer, everything),
+    ):
+        model = smooth_model()
+        optimizer = momentum_sgd(model)
+        for name in ("step", "zero_grad", "state_dict"):
+            setattr(optimizer, name, lambda name=name: calls.append(name))
+        optimizer = factory(optimizer, model.named_parameters(), compression=compression)
+        train(model, optimizer, 3)
+        optimizer.state_dict()
+        ends.append(weights(model))
+    assert calls == [] and float((ends[0] - ends[1]).abs().max()) < 1e-5
 
 
-def test_an_update_that_is_dropped_is_told_of(ranks):
-    assert ranks[0]["script_edits.dropped_update"] == ["dropped"]
+def test_another_optimizer_inside_of_the_one_that_is_wrapped():
+    model, optimizer = made(FEW, _Around)
+    train(model, optimizer, 3)
+    optimizer.flush()
+    error = error_of(optimizer.base.step)
+    assert "its inner optimizer .base (SGD) was stepped outside of _Around.step()" in error
 
 
-def test_an_update_that_was_not_applied_does_not_enter_a_momentum_again(ranks):
-    """It did so without a word, 1.7 times as much at each step; nor was told what the model's zero_grad drops."""
-    for rank in ranks:
-        found = dict(rank["script_edits.updates_left"])
-        refused = found.pop("added to, momentum")
-        assert refused["error"].startswith("UnsupportedUse: backward() was called between synchronize() and step()")
-        assert [each["error"] for each in found.values()] == [""] * 8
-        assert found.pop("dropped by the model, momentum")["distance"] > 1e-3  # of which rank 0 is told
-        assert max(each["distance"] for each in found.values()) < 1e-5
-    told = {name: each["told"] for name, each in ranks[0]["script_edits.updates_left"].items() if each["told"]}
-    assert told == {f"dropped by the model, {way}": ["dropped"] for way in ("feedback", "momentum")}
+class Adjusted(torch.optim.SGD):
+    """An optimizer with another method, which applies no update."""
+
+    def adjust(self) -> None:
+        """Halve the learning rate."""
+        for group in self.param_groups:
+            group["lr"] /= 2
 
 
-def test_a_hook_that_comes_after_the_wrapping_is_told_of(ranks):
-    assert ranks[0]["script_edits.late_hooks"] == [["late hook"], []]
+@pytest.mark.parametrize("clears", [False, True])
+def test_weights_that_the_script_has_written_to_are_told_from_another_step(clears):
+    """The optimizer alone was blamed, whose other methods had not been called.
 
+    The script drops an update and goes back to weights from before: without and with zero_grad() between the two.
+    """
+    model, optimizer = made(FEW, lambda model: Adjusted(model.parameters(), 0.02))
 
-def test_parameter_groups_may_change_between_steps(ranks):
-    for rank in ranks:
-        found = rank["script_edits.regrouped"]
-        assert found.keys() == {"reversed", "merged", "left out"} and max(found.values()) < 1e-5, found
+    def drop() -> None:
+        before = copy.deepcopy(model.state_dict())
+        train(model, optimizer, 2)
+        _loss(model).backward()
+        optimizer.synchronize()
+        if clears:
+            optimizer.zero_grad()
+        model.load_state_dict(before)
+        train(model, optimizer, 2)
 
-
-def test_methods_of_an_optimizer_keep_their_arguments_and_results(ranks):
-    for rank in ranks:
-        found = rank["script_edits.own_methods"]
-        assert len(found) == 3 and all(each == ["done", True, False] for each in found.values()), found
+    error = error_of(drop)
+    if clears:
+        assert error == ""
+    else:
+        assert "(its other methods: adjust()), or the script has written to all weights" in error
+        assert "must call optimizer.zero_grad() between the two" in error
+    same_on_ranks(error, fingerprint(model))

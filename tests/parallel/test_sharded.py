@@ -1,25 +1,172 @@
-"""The sharded exchange on real ranks: replicas, bytes, equality to stock, what is kept."""
+"""The sharded exchange on real ranks: replicas, bytes, equality to stock, what is kept by owners of elements."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
+import time
+from typing import Any
 
+import horovod.torch as hvd
 import pytest
+import torch
+from torch import nn
 
-from tests.helpers.ranks import run_ranks
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers.errors import error_of
+from tests.helpers.interrupted import handed_over
+from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.owed import owed
+from tests.helpers.training import UNROUNDED, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
-pytestmark = [pytest.mark.parallel, pytest.mark.ranks(3)]
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(3)]
 SHARDED = ["slots, all", "shards, all"]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(3, ["sharded.stock", "sharded.state"])
+def _wrapped(model: nn.Module, lr: float = 0.1, momentum: float = 0.9, **settings: Any) -> Any:
+    config = Compression.dgc(**{"density": 0.05, "exchange": "sharded", **settings})
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr, momentum), model.named_parameters(), config)
 
 
-def collectives_of(file):
+def _rounds(optimizer: Any) -> list[str]:
+    engines = [engine for engine in session(optimizer).exchange.engines if not engine.bucket.uncompressed]
+    return [f"{collective.name}, {collective.group}" for collective in engines[0].exchange.rounds]
+
+
+def _check_run(steps: int, rounds: list[str], **settings: Any) -> None:
+    """Many steps, one of which is not finite on one rank."""
+    model = smooth_model()
+    optimizer = _wrapped(model, lr=0.01, **settings)
+
+    def spoil(step: int) -> None:
+        if step == steps // 2 and hvd.rank() == hvd.size() - 1:
+            hook = model[0].weight.register_hook(lambda grad: (hook.remove(), grad * math.inf)[1])
+
+    losses = train(model, optimizer, steps, before_backward=spoil)
+    assert sum(losses[-20:]) / 20 < 0.5 * losses[0]
+    assert _rounds(optimizer) == rounds and abs(owed(optimizer)[0]) > 1e-6
+    same_on_ranks(fingerprint(model))
+
+
+@pytest.mark.slow  # of a flat exchange: test_stress.py
+@pytest.mark.on_ranks(4, timeout=500)
+def test_replicas_are_bit_identical_over_a_thousand_steps():
+    _check_run(1000, SHARDED)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow  # its collectives over MPI: test_transports.py
+@pytest.mark.on_ranks(4, controller="mpi")
+def test_over_mpi():
+    _check_run(100, SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(8, timeout=900)
+def test_replicas_of_eight_ranks():
+    _check_run(1000, SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(8, timeout=900, fresh=True, environment={"DGC_TEST_NODES": "1", "DGC_NODE_SIZE": "2"})
+def test_owners_are_nodes():
+    hvd.init()
+    rounds = ["slots, between nodes", "shards, between nodes", "around, inside a node"]
+    _check_run(300, rounds, exchange="hierarchical+sharded", node_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(8, timeout=900)
+def test_bytes_of_eight_ranks():
+    """Received in a step, and those of a packet with all k elements of a worker."""
+    torch.manual_seed(0)
+    model, found = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 1024), nn.Linear(1024, 1)), {}
+    for exchange in ("flat", "sharded"):
+        optimizer = _wrapped(model, lr=0.001, momentum=0.0, density=0.01, exchange=exchange)
+        before = optimizer.compression_stats()["bytes_received"]
+        train(model, optimizer, 5)
+        (engine,) = [engine for engine in session(optimizer).exchange.engines if not engine.bucket.uncompressed]
+        found[exchange] = (optimizer.compression_stats()["bytes_received"] - before) / 5
+        packet = engine.spec(0.01).wire.nbytes
+        small = [other for other in session(optimizer).exchange.engines if other is not engine]
+        small_bytes = sum(c.received(hvd.size()) for other in small for c in other.spec(0.01).rounds)
+        dense = [p for name, p in model.named_parameters() if name in session(optimizer).exchange.layout.dense]
+        found[exchange] -= small_bytes + sum(2 * (hvd.size() - 1) / hvd.size() * 4 * p.numel() for p in dense)
+        optimizer = None
+    assert 1.5 * packet < found["sharded"] <= 2.3 * packet < found["flat"]
+
+
+def test_at_density_1_it_is_stock_horovod():
+    """Everything sent and nothing masked: as far from stock Horovod as rounding is."""
+    model = smooth_model()
+    train(model, hvd.DistributedOptimizer(momentum_sgd(model), named_parameters=model.named_parameters()), 10)
+    dense, apart = weights(model), []
+    for settings in ({"density": 1.0, "factor_masking": False, **UNROUNDED}, {}):
+        model = smooth_model()
+        train(model, _wrapped(model, **settings), 10)
+        apart.append(distance(dense, weights(model)))
+    assert apart[0] <= 1e-5 < 1e-3 < apart[1]
+
+
+def test_what_owners_owe_is_saved_loaded_and_flushed():
+    """With u and v; bit by bit."""
+    ends = []
+    for interrupted in (False, True):
+        model = smooth_model()
+        optimizer = _wrapped(model)
+        train(model, optimizer, 6)
+        if interrupted:
+            model, optimizer = handed_over(model, optimizer, _wrapped)
+        train(model, optimizer, 6)
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
+    before = weights(model)
+    tensors = optimizer.residual_state_dict()["tensors"].values()
+    assert any(bool(parts["remainder"].any()) for parts in tensors if "remainder" in parts)
+    assert abs(owed(optimizer)[0]) > 1e-6
+    optimizer.flush()
+    assert owed(optimizer)[0] == 0 and distance(weights(model), before) > 1e-4
+    same_on_ranks(fingerprint(model))
+
+
+def go_on(folder: Any, exchange: str) -> tuple[list[float], list[float]]:
+    """On a rank: a run from what the last one has kept, if any; what ranks owe before it and after it."""
+    model = smooth_model()
+    optimizer = _wrapped(model, exchange=exchange)
+    if (folder / "manifest.json").exists():
+        load_checkpoint(folder, model, optimizer)
+    before = owed(optimizer)
+    train(model, optimizer, 5)
+    save_checkpoint(folder, model, optimizer)
+    assert (_rounds(optimizer) == SHARDED) == (exchange == "sharded" and hvd.size() > 2)
+    same_on_ranks(fingerprint(model))
+    return before, owed(optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(0)
+def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_path):
+    last = None
+    for workers, exchange in ((4, "sharded"), (3, "sharded"), (4, "flat"), (4, "sharded"), (2, "sharded")):
+        before, after = on_ranks(go_on, workers, arguments={"folder": tmp_path, "exchange": exchange})[0]
+        assert last is None or before == pytest.approx(last, rel=1e-5)
+        assert all(abs(part) > 1e-3 for part in after)
+        last = after
+
+
+def several_buckets() -> None:
+    """On a rank: forty steps of a model whose tensors are in six buckets."""
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    head = nn.Sequential(nn.Linear(32, 256), model, nn.Linear(256, 1))
+    train(head, _wrapped(head, lr=1e-3, momentum=0.0, density=0.01, bucket_bytes=4 * 256 * 256), 40)
+
+
+def _collectives_of(file: Any) -> list[tuple[str, str, float, float]]:
     """(bucket, round, microsecond asked for, microsecond done) of the collectives of a timeline, in order."""
     events = json.loads(file.read_text().rstrip().rstrip(",").removesuffix("]") + "]")
     names, found, under_way, begun = {}, [], {}, {}
@@ -35,83 +182,13 @@ def collectives_of(file):
     return sorted((each for each in found if each[1] in ("slots", "shards")), key=lambda each: each[2])
 
 
-def checked(ranks, case, rounds):
-    found = [rank[case] for rank in ranks]
-    assert len({each["fingerprint"] for each in found}) == 1
-    assert all(each["last"] < 0.5 * each["first"] for each in found), found
-    assert found[0]["rounds"] == rounds and abs(found[0]["owed"]) > 1e-6
-
-
-@pytest.mark.slow  # of a flat exchange: test_stress.py
-def test_replicas_are_bit_identical_over_a_thousand_steps():
-    checked(run_ranks(4, ["sharded.long_run"], timeout=500), "sharded.long_run", SHARDED)
-
-
-def test_at_density_1_it_is_stock_horovod(ranks):
-    found = ranks[0]["sharded.stock"]
-    assert found["density 1"] <= 1e-5 < 1e-3 < found["compressed"]
-
-
-def test_what_owners_owe_is_saved_loaded_and_flushed(ranks):
-    for found in (rank["sharded.state"] for rank in ranks):
-        assert found["runs"][0] == found["runs"][1]
-        assert found["remainder"] > 0 and abs(found["owed"]) > 1e-6 and found["left"] == 0
-        assert found["moved"] > 1e-4
-    assert len({rank["sharded.state"]["replica"] for rank in ranks}) == 1
-
-
-@pytest.mark.mpi
-@pytest.mark.slow  # its collectives over MPI: test_transports.py
-def test_over_mpi():
-    checked(run_ranks(4, ["sharded.short_run"], "mpi"), "sharded.short_run", SHARDED)
-
-
 @pytest.mark.slow
-def test_under_keras():
-    found = [rank["keras_sharded.long_run"] for rank in run_ranks(4, ["keras_sharded.long_run"])]
-    assert len({each["fingerprint"] for each in found}) == 1
-    for each in found:
-        assert each["rounds"] == ["slots", "shards"]
-        assert each["remainder"] > 0 and each["moved"] > 1e-5 and each["left"] == 0
-
-
-@pytest.mark.slow
-def test_bytes_and_replicas_of_eight_ranks():
-    ranks = run_ranks(8, ["sharded.long_run", "sharded.volume"], timeout=900)
-    checked(ranks, "sharded.long_run", SHARDED)
-    for found in (rank["sharded.volume"] for rank in ranks):
-        assert 1.5 * found["packet"] < found["sharded"] <= 2.3 * found["packet"] < found["flat"]
-
-
-@pytest.mark.slow
-def test_owners_are_nodes():
-    given = {"DGC_TEST_NODES": "1", "DGC_NODE_SIZE": "2"}
-    ranks = run_ranks(8, ["sharded.between_nodes"], environment=given, timeout=900, fresh=True)
-    rounds = ["slots, between nodes", "shards, between nodes", "around, inside a node"]
-    checked(ranks, "sharded.between_nodes", rounds)
-
-
-@pytest.mark.slow
-def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_path):
-    before = None
-    for workers, exchange in ((4, "sharded"), (3, "sharded"), (4, "flat"), (4, "sharded"), (2, "sharded")):
-        given = {"SHARDED_EXCHANGE": exchange}
-        ranks = run_ranks(workers, ["sharded.saved"], environment=given, folder=tmp_path)
-        found = [rank["sharded.saved"] for rank in ranks]
-        assert len({each["fingerprint"] for each in found}) == 1
-        assert (found[0]["rounds"] == SHARDED) == (exchange == "sharded" and workers > 2)
-        if before is not None:
-            assert found[0]["before"] == pytest.approx(before, rel=1e-5)
-        before = found[0]["after"]
-        assert all(abs(part) > 1e-3 for part in before)
-
-
-@pytest.mark.slow
+@pytest.mark.on_ranks(0)
 def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(tmp_path):
     """By Horovod's own timeline of rank 0: when each collective was asked for, and when it was done."""
-    given = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json")}
-    steps = run_ranks(4, ["sharded.several_buckets"], environment=given, fresh=True)[0]["sharded.several_buckets"]
-    spans = collectives_of(tmp_path / "timeline.json")
+    timeline, steps = tmp_path / "timeline.json", 40
+    on_ranks(several_buckets, 4, environment={"HOROVOD_TIMELINE": str(timeline)}, fresh=True)
+    spans = _collectives_of(timeline)
     buckets = {bucket for bucket, _, _, _ in spans}
     assert len(buckets) >= 6 and len(spans) == 2 * len(buckets) * steps
     overlapping, gaps = 0, []
@@ -126,9 +203,25 @@ def test_second_rounds_begin_while_first_rounds_of_other_buckets_are_under_way(t
     assert overlapping >= steps / 2, overlapping
 
 
-@pytest.mark.ranks(3, last=1)
+@pytest.mark.on_ranks(3, last=1, environment={"DGC_TIMEOUT": "3"})
 def test_a_rank_that_is_missing_in_the_second_round_is_an_error_not_a_hang():
-    ranks = run_ranks(3, ["sharded.missing_between_rounds"], timeout=90, environment={"DGC_TIMEOUT": "3"}, last=True)
-    for found in (rank["sharded.missing_between_rounds"] for rank in ranks[:2]):
-        assert re.match(r"CollectiveTimeout: rank \d of 3 waited 3 s for dgc\..*\.shards", found["error"]), found
-        assert found["seconds"] < 7
+    """The last one takes part in the first round of a step, and stays away from the second."""
+    model = smooth_model()
+    optimizer = _wrapped(model)
+    train(model, optimizer, 2)
+    is_last = hvd.rank() == hvd.size() - 1
+    if is_last:
+        (engine,) = [each for each in session(optimizer).exchange.engines if not each.bucket.uncompressed]
+
+        def stay_away(received: Any) -> None:
+            time.sleep(8)
+            raise RuntimeError("away")
+
+        engine.receive = stay_away
+    start = time.monotonic()
+    error = error_of(lambda: train(model, optimizer, 1))
+    seconds = time.monotonic() - start
+    time.sleep(2)  # who ends first would end Horovod for the others, whose own time is not up yet
+    if not is_last:
+        assert re.match(r"CollectiveTimeout: rank \d of 3 waited 3 s for dgc\..*\.shards", error), error
+        assert seconds < 7

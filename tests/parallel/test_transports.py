@@ -1,121 +1,186 @@
-"""One suite over every transport: Horovod for PyTorch and for TensorFlow, torch.distributed, ranks of one process."""
+"""One suite over every transport: Horovod for PyTorch, torch.distributed, ranks of one process.
+
+Horovod for TensorFlow: test_keras_transports.py.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import time
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dgc_horovod.testing.loopback import Board, Loopback
+from tests.helpers.adapters import Adapter, Compression, on_adapters
+from tests.helpers.errors import error_of
 from tests.helpers.jobs import run
-from tests.helpers.ranks import run_ranks
-from tests.helpers.torch_ranks import run_torch_ranks, torchrun
-from tests.helpers.transports import checked, expected, started
+from tests.helpers.launchers import torchrun
+from tests.helpers.transports import check, started
 
-pytestmark = pytest.mark.parallel
-COLLECTIVES = sorted(expected(0, 1))
-
-
-def assert_all(found: dict[str, bool]) -> None:
-    assert sorted(found) == COLLECTIVES and all(found.values()), found
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+on_ddp = on_adapters("DDP")
 
 
-@pytest.mark.ranks(2, last=1)
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_horovod_for_torch(controller):
-    cases = ["of_all", "with_a_deadline"]
-    for number, rank in enumerate(run_ranks(2, [f"transports.{case}" for case in cases], controller)):
-        said = rank.pop("transports.with_a_deadline")
-        assert (number == 0) != ("CollectiveTimeout" in said and "waited 1 s" in said), said
-        for found in rank.values():
-            assert_all(found)
+def _transport(adapter: Adapter, name: str, ranks: Any = None, **options: Any) -> Any:
+    """Of all ranks, or of some."""
+    if adapter.kind == "torch":
+        from dgc_horovod.torch.horovod_carrier import HorovodCollectives
+
+        return HorovodCollectives(ranks or adapter.ranks.global_process_set, name, **options)
+    from dgc_horovod.torch.ddp.transport import ProcessGroupCollectives, new_group
+
+    group = new_group(ranks or range(adapter.ranks.get_world_size()), 60)
+    return ProcessGroupCollectives(group, name, **options)
 
 
-@pytest.mark.ranks(3)
-def test_a_transport_of_a_part_of_the_ranks_is_a_transport():
-    first, *others = (rank["transports.of_a_part"] for rank in run_ranks(3, ["transports.of_a_part"]))
-    assert first == {}
-    for found in others:
-        assert_all(found)
+@on_adapters("Horovod", "DDP")
+def test_of_all_ranks(adapter):
+    check(_transport(adapter, "all"), torch.from_numpy)
 
 
-@pytest.mark.ranks(2, "ddp")
-def test_torch_distributed():
-    for rank in run_torch_ranks(2, ["ddp_transports.of_all", "ddp_transports.texts"]):
-        assert_all(rank["ddp_transports.of_all"])
-        assert rank["ddp_transports.texts"] == [["", "xxxxx"], ["1.5", "1.5"]]
-
-
+@pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.ranks(3, "ddp")
-def test_torch_distributed_on_a_part_of_three_ranks():
-    for number, rank in enumerate(run_torch_ranks(3, ["ddp_transports.of_a_part", "ddp_transports.texts"])):
-        assert rank["ddp_transports.texts"] == [["", "xxxxx", "xxxxxxxxxx"], ["2.0", "2.0"]]
-        if number:
-            assert_all(rank["ddp_transports.of_a_part"])
+@pytest.mark.on_ranks(2, controller="mpi")
+@on_adapters("Horovod")
+def test_over_mpi(adapter):
+    check(_transport(adapter, "all"), torch.from_numpy)
+
+
+@pytest.mark.on_ranks(3)
+@on_adapters("Horovod", slow=("DDP",))
+def test_of_a_part_of_the_ranks(adapter):
+    """Ranks 1 and 2: there they are 0 and 1. With torch.distributed one of them is in more groups of torch."""
+    part: Any = [1, 2]
+    if adapter.kind == "torch":
+        part = adapter.ranks.ProcessSet([1, 2])
+        adapter.ranks.init(process_sets=[part])
+    elif adapter.rank == 1:
+        adapter.ranks.new_group([1], use_local_synchronization=True)
+    if adapter.rank > 0:
+        transport = _transport(adapter, "part", part)
+        assert transport.workers == 2 and transport.rank == adapter.rank - 1
+        check(transport, torch.from_numpy)
+    adapter.barrier()  # a rank that ends earlier ends Horovod
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ddp
+def test_texts_and_means_of_torch_distributed(adapter, workers):
+    """Bytes of any length, none among them; and means with factors around them."""
+    transport = _transport(adapter, "texts")
+    assert transport.gather_bytes(b"x" * 5 * transport.rank, "texts") == [b"x" * 5 * rank for rank in range(workers)]
+    mean = transport.wait(transport.allreduce(torch.full((2,), 1.0 + transport.rank), "mean", True, (0.5, 2.0)))
+    assert mean.tolist() == 2 * [(workers + 1) / 2]
+
+
+@pytest.mark.on_ranks(2, last=1)
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
+@on_adapters("Horovod")
+def test_a_rank_of_horovod_that_waits_in_vain(adapter, controller):
+    if adapter.rank == 0:
+        time.sleep(3)
+        return
+    transport = _transport(adapter, "late", timeout=1.0)
+    error = error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
+    assert "CollectiveTimeout" in error and "waited 1 s" in error
+    time.sleep(4)  # until the other one has told: who has waited in vain ends alone, and mpirun ends all with it
 
 
 @pytest.mark.slow  # by the optimizer: test_ddp_around.py
-def test_torch_distributed_with_a_deadline():
-    late = run_torch_ranks(2, ["ddp_transports.with_a_deadline"], fresh=True)[1]["ddp_transports.with_a_deadline"]
-    assert "CollectiveTimeout" in late and "rank 1 of 2 waited 1 s for dgc.late.parted" in late
+@pytest.mark.on_ranks(2, fresh=True)
+@on_ddp
+def test_a_rank_of_torch_distributed_that_waits_in_vain(adapter):
+    transport = _transport(adapter, "late", timeout=1.0)
+    if transport.rank == 0:
+        time.sleep(2)
+    error = error_of(lambda: transport.wait(transport.alltoall(torch.zeros(2), "parted")))
+    if transport.rank == 0:
+        return
+    assert "CollectiveTimeout" in error and "rank 1 of 2 waited 1 s for dgc.late.parted" in error
 
 
-@pytest.mark.ranks(2, "ddp")
-def test_connections_of_torch_distributed_end_with_their_optimizer(tmp_path):
+@pytest.mark.parametrize("times", [6, pytest.param(150, marks=pytest.mark.slow)])
+@on_ddp
+def test_connections_of_torch_distributed_end_with_their_optimizer(adapter, times, tmp_path):
     """Each register() left a process group, five descriptors and three threads behind."""
-    for before, after in results_of_cycles("again_and_again", tmp_path):
-        assert after == before
+    found = []
+    for _ in range(2):
+        for _ in range(times):
+            compression = Compression.dgc(0.05, exchange="hierarchical", node_size=1)
+            model, optimizer = adapter.made(compression, inner=nn.Linear(40, 40))
+            model(torch.ones(4, 40)).square().mean().backward()
+            optimizer.step()
+            adapter.module.save_checkpoint(tmp_path, model, optimizer)
+        del model, optimizer
+        gc.collect()
+        adapter.ranks.barrier()
+        known = adapter.ranks.distributed_c10d.get_pg_count()
+        found.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), known])
+    assert found[0] == found[1]
 
 
-@pytest.mark.slow
-def test_connections_of_torch_distributed_end_300_times(tmp_path):
-    for before, after in results_of_cycles("again_and_again_150", tmp_path):
-        assert after == before
-
-
-def results_of_cycles(case, folder):
-    found = run_torch_ranks(2, [f"ddp_transports.{case}"], 280, folder=folder)
-    return [rank[f"ddp_transports.{case}"] for rank in found]
-
-
-@pytest.mark.ranks(2, "ddp")
-def test_torch_distributed_in_a_store_of_processes_that_are_dead():
+@on_ddp
+def test_torch_distributed_in_a_store_of_processes_that_are_dead(adapter):
     """A rank connected to the address of a dead one, which another attempt of torchrun had left in the store."""
-    for rank in run_torch_ranks(2, ["ddp_transports.after_dead_processes"]):
-        assert_all(rank["ddp_transports.after_dead_processes"])
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    _transport(adapter, "before")
+    if adapter.rank == 0:
+        store = adapter.ranks.PrefixStore("dgc/0,1", _get_default_store())
+        store.set("1", "drawn-by-a-dead-process")
+        store.set("answer", "dead drawn-by-a-dead-process")
+    adapter.ranks.barrier()
+    if adapter.rank == 0:
+        time.sleep(1)  # the other rank reads what the dead one has written
+    check(_transport(adapter, "again"), torch.from_numpy)
 
 
 @pytest.mark.slow
-def test_torch_distributed_with_a_rank_that_never_connects():
-    """It waited as long as a collective may, and Gloo sometimes longer."""
-    seconds, said = run_torch_ranks(2, ["ddp_transports.never_connects"], fresh=True)[0][
-        "ddp_transports.never_connects"
-    ]
-    assert "CollectiveTimeout: rank 0 waited" in said and "no connection to every rank within 3 s" in said, said
-    assert 3 <= seconds < 40
+@pytest.mark.on_ranks(2, fresh=True, environment={"DGC_TIMEOUT": "3"})
+@on_ddp
+def test_torch_distributed_with_a_rank_that_never_connects(adapter):
+    """It waited as long as a collective may, and Gloo sometimes longer; the other one ends before it connects."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from dgc_horovod.torch.ddp.transport import _agreed_name, new_group
+
+    begin = time.monotonic()
+    if adapter.rank == 1:
+        _agreed_name(adapter.ranks.PrefixStore("dgc/0,1", _get_default_store()), 1, [0, 1], begin + 60)
+        time.sleep(8)
+        return
+    error = error_of(lambda: new_group([0, 1], 45))
+    assert "CollectiveTimeout: rank 0 waited" in error and "no connection to every rank within 3 s" in error, error
+    assert 3 <= time.monotonic() - begin < 40
 
 
+def says_that_one_is_gone() -> None:
+    """On a rank of a job whose first rank ends."""
+    transport = _transport(Adapter("DDP"), "gone")
+    if transport.rank == 0:
+        os._exit(0)
+    transport.wait(transport.allgather(torch.zeros(4), "gathered"))
+
+
+@pytest.mark.on_ranks(0)
 @pytest.mark.ranks(2, "ddp")
 def test_torch_distributed_when_a_rank_has_ended():
     program = "import torch.distributed as dist; dist.init_process_group('gloo')\n"
-    program += "from tests.parallel.cases.ddp_transports import says_that_one_is_gone; says_that_one_is_gone()"
+    program += "from tests.parallel.test_transports import says_that_one_is_gone; says_that_one_is_gone()"
     code, log = run([*torchrun(2), "--no-python", sys.executable, "-c", program])
     assert code and "rank 1 of 2: dgc.gone.gathered has failed, as another rank has ended" in log
 
 
-@pytest.mark.ranks(2, "keras")
-def test_horovod_for_tensorflow():
-    for rank in run_ranks(2, ["keras_transports.of_all"]):
-        assert_all(rank["keras_transports.of_all"]["eager"])
-        assert_all(rank["keras_transports.of_all"]["graph"])
-
-
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_ranks_of_one_process(workers):
+@pytest.mark.on_ranks(0)
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_ranks_of_one_process(number):
     board = Board()
-    transports = [Loopback(rank, workers, board) for rank in range(workers)]
+    transports = [Loopback(rank, number, board) for rank in range(number)]
     under_way = [started(transport, torch.from_numpy) for transport in transports]
     for transport, mine in zip(transports, under_way, strict=True):
-        assert_all(checked(transport, torch.from_numpy, mine))
+        check(transport, torch.from_numpy, mine)

@@ -1,0 +1,155 @@
+"""A model of PyTorch in training, on Horovod, on DDP or on torch.distributed alone."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from dgc_horovod.testing import torch as testing
+from dgc_horovod.torch.session.session import session_of
+from tests.helpers.adapters import Adapter
+from tests.helpers.ddp_training import step
+from tests.helpers.regression import smooth_model
+from tests.helpers.run import ALONE, Run
+
+RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003}
+
+
+class TorchRun(Run):
+    """See `Run`; the arguments are those of `Adapter.start`."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        compression: Any,
+        name: str,
+        seed: int,
+        wrap: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(adapter)
+
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            found: torch.optim.Optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+            return found
+
+        options, self._make = {"lr": RATES[name], **options}, make
+        self.scaler: Any = None
+        self.clip: float | None = None  # norm to which the script clips gradients
+        self.model = smooth_model(seed)
+        if compression == ALONE:
+            self.optimizer = make(self.model)
+        else:
+            self.model, self.optimizer = adapter.made(compression, make, self.model, **(wrap or {}))
+
+    def on(self, x: np.ndarray, y: np.ndarray) -> float:
+        batch = torch.from_numpy(x), torch.from_numpy(y)
+        if self.clip is None:
+            return step(self.model, self.optimizer, *batch, self.scaler)
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        loss.backward()
+        in_horovod = self.adapter.name == "Horovod"
+        if in_horovod:
+            self.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        with self.optimizer.skip_synchronize() if in_horovod else contextlib.nullcontext():
+            self.optimizer.step()
+        return float(loss)
+
+    def apply(self, gradients: list[np.ndarray]) -> None:
+        self.optimizer.zero_grad()
+        pairs = zip(self.model.parameters(), gradients, strict=True)
+        sum((p * torch.from_numpy(gradient)).sum() for p, gradient in pairs).backward()  # type: ignore[union-attr]
+        self.optimizer.step()
+
+    @property
+    def rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    @property
+    def names(self) -> list[str]:
+        return [name.removeprefix("module.") for name, _ in self.model.named_parameters()]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [p.detach().numpy().copy() for p in self.model.parameters()]
+
+    def assign(self, arrays: list[np.ndarray]) -> None:
+        for p, array in zip(self.model.parameters(), arrays, strict=True):
+            p.data.copy_(torch.from_numpy(array))
+
+    @property
+    def inner(self) -> list[float]:
+        states = [self.optimizer.state.get(p, {}) for p in self.model.parameters()]
+        return [float(x.double().sum()) for state in states for x in state.values() if x is not None]
+
+    def slots(self) -> list[np.ndarray]:
+        plain = self._make(self.model)
+        plain.load_state_dict(self.optimizer.state_dict())
+        every = [plain.state[p] for p in self.model.parameters()]
+        return [state.get("momentum_buffer", state.get("exp_avg_sq")).numpy() for state in every]
+
+    @property
+    def session(self) -> Any:
+        return testing.session(self.optimizer)
+
+    @property
+    def trial(self) -> Any:
+        return self.session.strategy.choice.trial
+
+    def take(self, mode: str) -> None:
+        testing.take(self.optimizer, mode)
+
+    @property
+    def of_round(self) -> int:
+        return self.session.exchange.counts.pending  # type: ignore[no-any-return]
+
+    def left_of_round(self, length: int) -> int:
+        return length - self.of_round
+
+    @property
+    def residual(self) -> list[float]:
+        tensors = self.session.exchange.residuals().tensors
+        return [float(parts["v"].sum(dtype=np.float64)) for _, parts in sorted(tensors.items())]
+
+    @property
+    def exchanged(self) -> int:
+        return self.session.exchange.steps  # type: ignore[no-any-return]
+
+    @property
+    def counted(self) -> int:
+        return self.session.exchange.steps  # type: ignore[no-any-return]
+
+    @property
+    def outer(self) -> list[np.ndarray]:
+        return [x.numpy().copy() for x in self.session.strategy.rounds.momentum.values()]
+
+    def push_outer(self, element: float) -> None:
+        self.session.strategy.rounds.momentum.update({p: torch.full_like(p, element) for p in self.model.parameters()})
+
+    def state(self, **options: Any) -> Any:
+        """Horovod's own class, unless it is to flush."""
+        if not options:
+            return self.adapter.ranks.elastic.TorchState(self.model, self.optimizer, batch=0)
+        return self.adapter.module.elastic.TorchState(self.model, self.optimizer, batch=0, **options)
+
+    def renew(self, state: Any) -> None:
+        from dgc_horovod.torch import elastic
+
+        found = session_of(self.optimizer)
+        assert found is not None
+        elastic.renew(found, found.kept.record(own=False))
+
+    def failing(self, error: Exception) -> AbstractContextManager[Any]:
+        return mock.patch.object(self.session.exchange, "finish", side_effect=error)

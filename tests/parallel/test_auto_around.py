@@ -1,0 +1,184 @@
+"""Compression.auto on Horovod: what scripts do around it, ranks that run out of data, what cannot be compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import nn
+
+from dgc_horovod.planning.trial import COMPRESSED, DENSE, MOST_TIMED, SETTLING, TIMED
+from dgc_horovod.testing.torch import session, take
+from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers import interrupted
+from tests.helpers.auto_modes import made, stock, train_clipped
+from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.interrupted import STEPS, nesterov
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.training import batches, distance, fingerprint, train, weights
+
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+
+
+def test_a_model_in_channels_last_begins_with_stock_horovod_too():
+    """It ended in stock Horovod's error, "Tensor is required to be contiguous", where method dgc works."""
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 10)
+        model = nn.Sequential(*layers).to(memory_format=layout)
+        compression = Compression.auto(density=1.0, min_numel=16, values="fp32")
+        optimizer = DistributedOptimizer(nesterov(model), model.named_parameters(), compression)
+        torch.manual_seed(hvd.rank())
+        for mode in (DENSE, COMPRESSED, DENSE):
+            take(optimizer, mode)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(4, 3, 8, 8).to(memory_format=layout)).square().mean().backward()
+                optimizer.step()
+        ends.append(weights(model))
+    assert distance(*ends) < 1e-3 and model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    same_on_ranks(fingerprint(model))
+
+
+def _norm_of(tensors: list[torch.Tensor]) -> float:
+    return float(torch.cat([x.flatten() for x in tensors]).norm())
+
+
+def test_a_scripts_clipping_is_stocks_first_and_local_afterwards():
+    model, optimizer = made()
+    train_clipped(model, optimizer, 0.5, batches(STEPS, hvd.rank()))
+    assert fingerprint(model) == fingerprint(stock(nesterov, clip=0.5))
+    before = _norm_of([state["momentum_buffer"] for state in optimizer.state.values()])
+    take(optimizer, COMPRESSED)
+    first, *others = batches(4, hvd.rank(), seed=2)
+    train_clipped(model, optimizer, 0.5, [first], scale=30)  # far beyond the limit
+    kept = optimizer.residual_state_dict()["tensors"].values()
+    momentum = _norm_of([arrays["u"] for arrays in kept if "u" in arrays]) / before
+    assert momentum > 0.4, "the first compressed step has scaled the momentum of the dense ones away"
+    train_clipped(model, optimizer, 0.5, others, scale=30)
+    assert hvd.rank() or "clipping" in session(optimizer).told
+    same_on_ranks(fingerprint(model))
+
+
+def _broadcast_from_the_last(model: Any, optimizer: Any) -> None:
+    hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+
+
+@pytest.mark.on_ranks(2, last=2)
+@pytest.mark.parametrize("mode", [None, COMPRESSED])
+def test_ranks_that_run_out_of_data_choose_alike(mode):
+    model, optimizer = made(mode=mode)
+    more = 2 * TIMED if mode is None else 6  # the other rank comes to its comparison alone
+    train(model, optimizer, TIMED // 2 + more * hvd.rank())
+    hvd.join()
+    trial = session(optimizer).strategy.choice.trial
+    assert (trial.ended, trial.mode) == (True, mode or DENSE)
+    _broadcast_from_the_last(model, optimizer)
+    same_on_ranks(session(optimizer).exchange.steps)  # a checkpoint is of one step
+    train(model, optimizer, 4)
+    same_on_ranks(fingerprint(model))
+
+
+@pytest.mark.on_ranks(2, last=2)
+def test_a_trial_that_cannot_end_leaves_stock_horovods_exchange():
+    """Join in the middle of one."""
+    model, optimizer = made(mode=None)
+    take(optimizer, COMPRESSED, on_trial=True)
+    train(model, optimizer, 3 + 2 * hvd.rank())
+    hvd.join()
+    trial = session(optimizer).strategy.choice.trial
+    assert (trial.mode, trial.ended) == (DENSE, True)
+    _broadcast_from_the_last(model, optimizer)
+    train(model, optimizer, 4)
+    same_on_ranks(fingerprint(model))
+
+
+class _Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(x))
+
+
+def test_sparse_gradients_are_left_to_stock_horovod():
+    torch.manual_seed(0)
+    model = _Embedded()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression=Compression.auto(min_numel=16))
+    for step in range(SETTLING + MOST_TIMED):
+        optimizer.zero_grad()
+        model(torch.tensor([step % 50, hvd.rank()])).square().sum().backward()
+        optimizer.step()
+    trial = session(optimizer).strategy.choice.trial
+    assert (trial.mode, trial.ended, trial.seconds) == (DENSE, True, {})
+
+
+def test_an_optimizer_that_cannot_be_compressed_is_left_to_stock_horovod():
+    damped, optimizer = interrupted.made(
+        Compression.auto(), lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.1)
+    )
+    train(damped, optimizer, 3)
+    assert not hasattr(optimizer, "compression_stats")
+    same_on_ranks(fingerprint(damped))
+
+
+def test_gradients_are_there_after_a_switch():
+    model, optimizer = made(mode=COMPRESSED)
+    train(model, optimizer, 2)
+    take(optimizer, DENSE)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("residuals", ["ignored", "if sound"])
+@pytest.mark.parametrize("mode", [DENSE, COMPRESSED])
+def test_a_job_that_has_lost_residuals_goes_on_with_what_was_chosen(mode, residuals, tmp_path):
+    model, optimizer = made(mode=mode)
+    train(model, optimizer, 3)
+    save_checkpoint(tmp_path, model, optimizer)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        next(tmp_path.glob("*rank1.npz")).write_bytes(b"")
+    hvd.barrier()
+    model, optimizer = made(mode=None)
+    load_checkpoint(tmp_path, model, optimizer, residuals=residuals)
+    trial = session(optimizer).strategy.choice.trial
+    assert (trial.mode, trial.ended) == (mode, True)
+    train(model, optimizer, 2)
+    same_on_ranks(fingerprint(model))
+
+
+def test_a_choice_is_made_anew_after_a_trial_that_was_interrupted(tmp_path):
+    model, optimizer = made(mode=None)
+    take(optimizer, COMPRESSED, on_trial=True)
+    train(model, optimizer, 3)
+    save_checkpoint(tmp_path, model, optimizer)
+    for load in (False, True):
+        if load:
+            model, optimizer = made(mode=None)
+            load_checkpoint(tmp_path, model, optimizer)
+        trial = session(optimizer).strategy.choice.trial
+        assert (trial.mode, trial.ended) == (DENSE, False)
+
+
+def test_what_does_not_go_together_is_refused():
+    assert "threshold" in error_of(lambda: Compression.auto(rule="threshold", threshold=0.1))
+    assert "local_steps=4" in error_of(lambda: Compression.auto(local_steps=4, momentum_correction=False))
+    assert "Compression.auto" in error_of(lambda: Compression.dgc(total_steps=100))
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "12"}, fresh=True)
+def test_a_rank_that_stays_away_from_a_dense_step_is_an_error_not_a_hang(tmp_path):
+    hvd.init()
+    model, optimizer = made()
+    train(model, optimizer, 2)
+    if hvd.rank() == 0:
+        assert "waited 12 s for allreduce." in error_told(lambda: train(model, optimizer, 1), tmp_path)
+    else:
+        stay_away(tmp_path)

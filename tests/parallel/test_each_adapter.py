@@ -1,0 +1,157 @@
+"""What scripts do with an optimizer, where it is the same on Horovod, on DDP, and on torch.distributed without DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils import clip_grad_norm_  # by name, before anything of ours is loaded
+
+from dgc_horovod.testing.torch import session
+from dgc_horovod.torch.ddp import Compression
+from tests.helpers.adapters import on_adapters
+from tests.helpers.errors import error_of
+from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.regression import fingerprint
+
+pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
+FEW = Compression.dgc(0.02, min_numel=64)
+CHOICES = {"dgc": FEW, "local": Compression.local(steps=2, density=0.05, min_numel=64), "auto": Compression.auto()}
+NO_BACKWARD = "step() was called again with no backward pass"
+C = 0.3
+
+
+@on_adapters("Horovod", "without DDP")
+def test_a_synchronization_with_nothing_new_does_nothing(adapter):
+    """It was an error that spoke of a step() which nobody had called.
+
+    A GAN as Horovod's maintainers advise: each network's optimizer is synchronized before its gradients are cleared.
+    """
+    ends = []
+    for advised in (False, True):
+        torch.manual_seed(1)
+        generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
+        noise = torch.Generator().manual_seed(adapter.rank)
+        (_, g), (_, d) = (adapter.made(FEW, inner=model) for model in (generator, discriminator))
+        for _ in range(4):
+            z = torch.randn(8, 64, generator=noise)
+            d.zero_grad()
+            discriminator(generator(z).detach()).pow(2).mean().backward()
+            d.step()
+            if advised:
+                g.synchronize()
+                g.synchronize()
+            g.zero_grad()
+            discriminator.requires_grad_(False)
+            discriminator(generator(z)).pow(2).mean().backward()
+            discriminator.requires_grad_(True)
+            g.step()
+            if advised:
+                d.synchronize()
+        ends.append(fingerprint(generator))
+        assert not session(g).told and not session(d).told
+        for optimizer in (g, d):
+            assert NO_BACKWARD in error_of(optimizer.step)
+        with g.skip_synchronize():
+            g.synchronize()
+            assert NO_BACKWARD in error_of(g.step)
+        assert fingerprint(generator) == ends[-1]
+    assert ends[0] == ends[1]
+    g.zero_grad()
+    generator(z).mean().backward()
+    g.synchronize()
+    added = error_of(generator(z).mean().backward)
+    assert added.startswith("UnsupportedUse: backward() was called between synchronize() and step()")
+    same_on_ranks(ends)
+
+
+def _matrices() -> nn.Module:
+    """What Muon can train."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48, bias=False), nn.Tanh(), nn.Linear(48, 1, bias=False))
+
+
+@on_adapters("Horovod", "DDP", "without DDP")
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "Muon", "AdamW", "SGD, momentum"])
+def test_a_state_can_be_asked_for_before_the_first_step(adapter, kind):
+    """torch makes a trial step for it, maybe on one rank: that waited, left rates at 0, or was a local step ahead.
+
+    torch.distributed.checkpoint asks rank 0 alone, then all, and gives the state back.
+    """
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        momentum = {"momentum": 0.9} if "momentum" in kind else {}
+        return getattr(torch.optim, kind.split(",")[0])(model.parameters(), lr=0.01, **momentum)
+
+    for name, compression in CHOICES.items():
+        if name != "dgc" and (adapter.name == "without DDP" or kind not in ("SGD", "RMSprop", "SGD, momentum")):
+            continue
+        ends = []
+        for asks in (False, True):
+            model, optimizer = adapter.made(compression, make, _matrices())
+            before = fingerprint(model)
+            if asks and adapter.rank == 0:
+                get_state_dict(model, optimizer)
+            if asks:
+                state = get_state_dict(model, optimizer)
+                set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+            assert fingerprint(model) == before and float(optimizer.param_groups[0]["lr"]) == 0.01, name
+            adapter.train(model, optimizer, 4)
+            ends.append([fingerprint(model), optimizer.compression_stats()["steps"]])
+        assert ends[0] == ends[1], name
+        same_on_ranks(ends[0])
+
+
+@on_adapters("Horovod", "DDP")
+@pytest.mark.parametrize("name", ["dgc", "local"])
+def test_a_function_around_a_method_of_the_class_stays(adapter, name):
+    """One made with functools.wraps, as autologging has it, was taken for torch's own, and left out."""
+    calls, own = [], torch.optim.SGD.step
+
+    @functools.wraps(own)
+    def step(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        return own(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", step)
+        for compression, wanted in ((None, 4), (CHOICES[name], 8)):
+            model, optimizer = adapter.made(compression)
+            adapter.train(model, optimizer, 4)
+            assert len(calls) == wanted
+    same_on_ranks(fingerprint(model))
+
+
+@on_adapters("Horovod", "DDP")
+@pytest.mark.parametrize("limit", [C, 1e6], ids=["clipped", "logged"])
+def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(adapter, limit):
+    """Ranks told each other as many norms as each had measured, in a collective of that size.
+
+    All ranks clip, or log, and rank 0 logs a layer's norm as well; rank 1 leaves out what it logs now and then.
+    """
+    model, optimizer = adapter.made(Compression.dgc(0.05, min_numel=64))
+    first = next(model.parameters())
+    for step, (x, y) in enumerate(adapter.batches(12)):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if adapter.name == "Horovod":
+            optimizer.synchronize()
+        if adapter.rank == 0 and step % 4 > 1:
+            clip_grad_norm_(first, 1e6)
+        for most in (C, 1e6) if limit == C else (1e6,):  # what is clipped is logged after that
+            left_out = step == 4 if adapter.name == "DDP" else step % 4 == 2
+            if adapter.rank == 0 or limit == C or not left_out:
+                norm = float(clip_grad_norm_(model.parameters(), most))
+        with optimizer.skip_synchronize() if adapter.name == "Horovod" else contextlib.nullcontext():
+            optimizer.step()
+    if limit == C:
+        assert session(optimizer).exchange.clipping.clips[-1].limit == C
+    if limit == C or adapter.name == "DDP":
+        same_on_ranks(norm)
+    same_on_ranks(fingerprint(model))
