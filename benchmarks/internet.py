@@ -75,6 +75,8 @@ def seconds_to(points: Points, target: float) -> float | None:
 
 def table(kept: Mapping[str, Any]) -> str:
     """Bytes, time of a step, minutes to several losses beside dense."""
+    if PLACE not in kept:
+        return "The steps behind the link are not timed yet."
     found, learnt = kept[PLACE], {name: kept[f"{PLACE}, {name}"] for name in TRAINED if f"{PLACE}, {name}" in kept}
     return f"{PLACE}; {found['link']:.0f} Mbit/s one way\n\n{_table(learnt, found['timed'])}"
 
