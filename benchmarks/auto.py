@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.command import Benchmark, argument
+from benchmarks.command import Benchmark
 from benchmarks.exchange.tables import NAMES
 from benchmarks.netlab import lab
 from benchmarks.quality.tasks import GPT_BLOCKS, GPT_WIDTH, Bytes, TransformerModel
@@ -90,15 +90,8 @@ TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], tupl
 KERAS = {"Keras MLP, 0.4 M": (64, 784), "Keras ResNet-50, 23.8 M": (8, 32, 32, 3)}
 
 
-class Trainer(NamedTuple):
-    """A model that one method trains: functions that make a step, and that give the trial of auto."""
-
-    run: Callable[[], Any]
-    trial: Callable[[], Trial]
-
-    def step(self) -> float:
-        """Milliseconds of a step."""
-        return wall_clock(self.run)
+# of a model that one method trains, functions that do a step, and that give the trial of auto
+Trainer = tuple[Callable[[], Any], Callable[[], Trial]]
 
 
 def torch_rank(name: str) -> dict[str, Any]:
@@ -128,7 +121,7 @@ def torch_rank(name: str) -> dict[str, Any]:
             functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), y).backward()
             optimizer.step()
 
-        return Trainer(step, lambda: session(optimizer).strategy.choice.trial)
+        return step, lambda: session(optimizer).strategy.choice.trial
 
     connections.start()
     return in_turns(make, lambda number: float(hvd.allreduce(torch.tensor(number), name="mean")))
@@ -173,7 +166,7 @@ def keras_rank(name: str) -> dict[str, Any]:
             return loss
 
         step()  # traced
-        return Trainer(lambda: step().numpy(), lambda: session(optimizer).choice.trial)
+        return lambda: step().numpy(), lambda: session(optimizer).choice.trial
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
@@ -187,11 +180,11 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
         make: function that makes the trainer of a method.
         mean: function that gives the mean of a number over the ranks, when all of them have come.
     """
-    auto = make(AUTO)
-    choosing = [auto.step()]
-    while not auto.trial().ended:
-        choosing.append(auto.step())
-    trainers = {AUTO: auto, **{method: make(method) for method in METHODS if method != AUTO}}
+    auto, trial_of = make(AUTO)
+    choosing = [wall_clock(auto)]
+    while not trial_of().ended:
+        choosing.append(wall_clock(auto))
+    trainers = {AUTO: auto, **{method: make(method)[0] for method in METHODS if method != AUTO}}
     longest = mean(statistics.median(choosing))
     steps = max(1, min(MOST_STEPS, int(1e3 * TURN_SECONDS / longest)))
     times: dict[str, list[float]] = {method: [] for method in METHODS}
@@ -199,11 +192,11 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
         first = turn % len(METHODS)  # each comes after each of the others
         for method in (*METHODS[first:], *METHODS[:first]):
             mean(0.0)
-            taken = [trainers[method].step() for _ in range(steps)]
+            taken = [wall_clock(trainers[method]) for _ in range(steps)]
             times[method] += taken if turn else []
     return {
-        "mode": auto.trial().mode,
-        "found": {mode: round(1e3 * seconds, 2) for mode, seconds in auto.trial().seconds.items()},
+        "mode": trial_of().mode,
+        "found": {mode: round(1e3 * seconds, 2) for mode, seconds in trial_of().seconds.items()},
         "choosing_ms": [round(ms, 2) for ms in choosing],
         "ms": {method: [round(ms, 2) for ms in taken] for method, taken in times.items()},
     }
@@ -218,7 +211,7 @@ def cell(model: str, rate: str) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> None:
     """Every model over every link that is not kept yet."""
-    places = itertools.product(options.models, options.rates)
+    places = itertools.product((*TORCH, *KERAS), RATES)
     complete(options.file, {f"{model}, {rate}": partial(cell, model, rate) for model, rate in places})
 
 
@@ -271,13 +264,7 @@ def draw(kept: Mapping[str, Cell], file: Path) -> None:
     save_figure(figure, file)
 
 
-COMMAND = Benchmark(
-    "auto", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE,
-    (
-        argument("--models", nargs="+", choices=[*TORCH, *KERAS], default=[*TORCH, *KERAS], metavar="M", help="names"),
-        argument("--rates", nargs="+", default=list(RATES), metavar="R", help="of the links"),
-    ),
-)  # fmt: skip
+COMMAND = Benchmark("auto", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE)
 
 if __name__ == "__main__":
     COMMAND.main()

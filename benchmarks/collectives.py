@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.command import Benchmark, argument
+from benchmarks.command import Benchmark
 from benchmarks.netlab import lab, network
 from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, complete, deciles, markdown, read_results, slowest
@@ -22,10 +22,10 @@ FILE, TIMEOUT_SECONDS = RESULTS / "collectives.json", 900
 RATE, DELAY = "100mbit", "20ms"  # what a hop and Horovod's negotiation cost; bytes are in benchmarks.exchange
 SIZES = (8_000, 160_000)  # bytes: multiples of 8 hosts and of 4 bytes
 KINDS = ("allgather", "allreduce", "alltoall")
-UNTIMED, FEWEST = 3, 3
+HOSTS, UNTIMED, FEWEST, MOST, SECONDS = (2, 4, 8), 3, 3, 40, 3.0  # seconds of a row
 
 
-def rank(order: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rank(_: None) -> list[dict[str, Any]]:
     """Every collective in turn, of every size: milliseconds of each on this rank; all ranks begin together."""
     import horovod.torch as hvd
     import torch
@@ -45,7 +45,7 @@ def rank(order: Mapping[str, Any]) -> list[dict[str, Any]]:
     def times(kind: str, nbytes: int) -> list[float]:
         dtype = torch.float32 if kind == "allreduce" else torch.uint8
         buffer, found = torch.zeros(nbytes // dtype.itemsize, dtype=dtype), list[float]()
-        count = order["most"]
+        count = MOST
         while len(found) < UNTIMED + count:
             hvd.barrier()
             start = time.perf_counter()
@@ -53,29 +53,28 @@ def rank(order: Mapping[str, Any]) -> list[dict[str, Any]]:
             found.append(time.perf_counter() - start)
             if len(found) == UNTIMED:
                 longest = max(hvd.allgather_object(found[-1], name="longest"))
-                count = max(FEWEST, min(count, int(order["seconds"] / longest)))
+                count = max(FEWEST, min(count, int(SECONDS / longest)))
         return [round(1e3 * seconds, 3) for seconds in found[UNTIMED:]]
 
     connections.start()
     return [{"kind": kind, "nbytes": n, "ms": times(kind, n)} for kind, n in itertools.product(KINDS, SIZES)]
 
 
-def cell(hosts: int, options: argparse.Namespace) -> dict[str, Any]:
+def cell(hosts: int) -> list[dict[str, Any]]:
     """A row for each collective and size, and what the link carried."""
     with lab(hosts, RATE, delay=DELAY) as up:
         place = {"hosts": hosts, "rate": RATE, "delay": DELAY, "link_mbit": round(up.one_way(), 1)}
-        order = {"seconds": options.seconds, "most": options.most}
-        found = launch("benchmarks.collectives:rank", order, hosts, up, TIMEOUT_SECONDS)
+        found = launch("benchmarks.collectives:rank", None, hosts, up, TIMEOUT_SECONDS)
     rows = []
     for of_ranks in zip(*found, strict=True):
         steps = slowest(each["ms"] for each in of_ranks)
         rows.append({**place, **of_ranks[0], "steps": len(steps), "ms": deciles(steps)})
-    return {"rows": rows}
+    return rows
 
 
 def measure(options: argparse.Namespace) -> None:
     """Every number of hosts that is not kept yet."""
-    complete(options.file, {f"N={hosts}, {RATE}, {DELAY}": partial(cell, hosts, options) for hosts in options.hosts})
+    complete(options.file, {f"N={hosts}, {RATE}, {DELAY}": partial(cell, hosts) for hosts in HOSTS})
 
 
 def predicted(row: Mapping[str, Any]) -> float:
@@ -100,14 +99,7 @@ def table(kept: Mapping[str, Any]) -> str:
     return markdown(["", *(text for n in hosts for text in (f"N = {n}: ms", "predicted"))], lines)
 
 
-COMMAND = Benchmark(
-    "collectives", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE,
-    (
-        argument("--hosts", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="numbers of hosts"),
-        argument("--seconds", type=float, default=3.0, metavar="S", help="of each row"),
-        argument("--most", type=int, default=40, metavar="T", help="times of a row"),
-    ),
-)  # fmt: skip
+COMMAND = Benchmark("collectives", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE)
 
 if __name__ == "__main__":
     COMMAND.main()

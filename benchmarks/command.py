@@ -37,7 +37,7 @@ class Benchmark:
         table: function of the options: Markdown of what ``options.file`` holds.
         file: of results, where ``--file`` names no other.
         arguments: of its own.
-        quick: function that makes the options those of a run of seconds, whose results are thrown away; or None.
+        quick: whether there is ``--quick``: `measure` then takes seconds, and its results are thrown away.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Benchmark:
     table: Callable[[argparse.Namespace], str]
     file: Path
     arguments: tuple[Argument, ...] = ()
-    quick: Callable[[argparse.Namespace], None] | None = None
+    quick: bool = False
 
     def parser(self) -> argparse.ArgumentParser:
         """The command line."""
@@ -68,7 +68,6 @@ class Benchmark:
             with tempfile.TemporaryDirectory() as folder:
                 if self.quick and options.quick:
                     options.file = Path(folder, "quick.json")
-                    self.quick(options)
                 if not options.table:
                     self.measure(options)
                 print(self.table(options) if options.file.exists() else f"{options.file} does not exist yet")

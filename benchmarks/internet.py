@@ -1,7 +1,7 @@
 """A GPT of 5.1 M parameters on two hosts behind a slow link with delay: AdamW, dense and with local steps.
 
 What a run learns is the same behind any link: it is simulated, each run by a process. Its seconds are its steps times
-the time of one by real ranks behind the link. That needs root. It takes some five hours a seed on 2 cores; what is
+the time of one by real ranks behind the link. That needs root. It takes some five hours on 2 cores; what is
 learnt is kept, so that a study that was stopped goes on.
 """
 
@@ -12,19 +12,20 @@ import itertools
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from benchmarks.command import Benchmark, argument
+from benchmarks.command import Benchmark
 from benchmarks.netlab import lab
-from benchmarks.quality.runs import pool
 from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import AVERAGED, LOCAL, LOCAL_DENSER, LOCAL_STEPS
 from benchmarks.ranks import launch
-from benchmarks.report import RESULTS, environment, markdown, read_results, write_results
+from benchmarks.report import RESULTS, complete, markdown, read_results
 
 FILE, TIMEOUT_SECONDS = RESULTS / "internet.json.xz", 7200
+TASK, RATE, DELAY = "gpt", "50mbit", "40ms"
+PLACE = f"{TASK}, {RATE}, {DELAY}, 0%, seed 0"  # of which nothing is lost
 HOSTS, POINTS = 2, 20  # points of a curve: when a loss is reached is read from it
 TIMED_STEPS, DENSE_STEPS = 60, 12  # of each run behind the link: whole rounds; of dense, at 5 s each
 NOTHING = "no exchange"
@@ -39,46 +40,24 @@ Points = Sequence[tuple[float, float]]  # (seconds, loss)
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Each seed: what is not learnt yet, then the first steps behind the link."""
-    kept = read_results(options.file)
-    for seed in options.seeds:
-        key = f"{options.task}, {options.rate}, {options.delay}, {options.loss}, seed {seed}"
-        began = {"environment": environment(), "steps": options.steps}
-        if any(kept.get(key, {}).get(name) != value for name, value in began.items()):
-            kept[key] = {**began, "learnt": {}}
-        _learn(options, seed, kept, key)
-        kept[key]["link"], kept[key]["timed"] = _timed(options, seed)
-        write_results(options.file, dict(sorted(kept.items())))
+    """What each run learns, then the first steps of all of them behind the link."""
+    learnt = {f"{PLACE}, {name}": partial(train, Run(TASK, name, HOSTS), points=POINTS) for name in TRAINED}
+    complete(options.file, learnt, processes=os.cpu_count() or 1)
+    complete(options.file, {PLACE: timed})
 
 
-def _learn(options: argparse.Namespace, seed: int, kept: Results, key: str) -> None:
-    """Train what a study of a seed has not kept yet."""
-    from tqdm import tqdm
+def timed() -> dict[str, Any]:
+    """Throughput of the link, and the first steps of the runs behind it, by name."""
 
-    learnt = kept[key]["learnt"]
-    left = [Run(options.task, name, HOSTS, seed) for name in TRAINED if name not in learnt]
-    with tqdm(total=len(left), unit="run", ncols=100) as bar, pool(os.cpu_count() or 1) as processes:
-        futures = {processes.submit(train, run, steps=options.steps, points=POINTS): run for run in left}
-        for future in as_completed(futures):
-            learnt[futures[future].variant] = future.result()
-            write_results(options.file, dict(sorted(kept.items())))
-            bar.update()
-
-
-def _timed(options: argparse.Namespace, seed: int) -> tuple[float, Results]:
-    """Throughput of the link, and the first steps of the runs of a seed behind it, by name."""
-
-    def order(name: str, most: int, exchanges: bool = True) -> dict[str, Any]:
-        run = Run(options.task, name, HOSTS, seed)
-        steps = min(options.steps or run.steps, most)
-        return {"run": asdict(replace(run, real=True)), "steps": steps, "exchanges": exchanges}
+    def order(name: str, steps: int, exchanges: bool = True) -> dict[str, Any]:
+        return {"run": asdict(Run(TASK, name, HOSTS, real=True)), "steps": steps, "exchanges": exchanges}
 
     orders = [order(DENSE, TIMED_STEPS, False)]
     orders += [order(name, DENSE_STEPS if name == DENSE else TIMED_STEPS) for name in NAMES]
-    with lab(HOSTS, options.rate, 1, options.delay, options.loss) as hosts:
+    with lab(HOSTS, RATE, 1, DELAY) as hosts:
         link = round(hosts.one_way(), 1)
         found = launch("benchmarks.quality.worker:timed_rank", orders, HOSTS, hosts, TIMEOUT_SECONDS)[0]
-    return link, dict(zip([NOTHING, *NAMES], found, strict=True))
+    return {"link": link, "timed": dict(zip([NOTHING, *NAMES], found, strict=True))}
 
 
 def step_ms(run: Mapping[str, Any]) -> float:
@@ -95,12 +74,11 @@ def seconds_to(points: Points, target: float) -> float | None:
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    """A table for each link and seed: bytes, time of a step, minutes to several losses beside dense."""
-    return "\n\n".join(
-        f"{key}; {found['link']:.0f} Mbit/s one way\n\n{_table(found['learnt'], found['timed'])}"
-        for key, found in kept.items()
-        if "link" in found  # not broken off
-    )
+    """Bytes, time of a step, minutes to several losses beside dense."""
+    if PLACE not in kept:
+        return "The steps behind the link are not timed yet."
+    found, learnt = kept[PLACE], {name: kept[f"{PLACE}, {name}"] for name in TRAINED if f"{PLACE}, {name}" in kept}
+    return f"{PLACE}; {found['link']:.0f} Mbit/s one way\n\n{_table(learnt, found['timed'])}"
 
 
 def _table(learnt: Results, timed: Results) -> str:
@@ -148,17 +126,7 @@ def _between(timed: Results) -> str:
     )
 
 
-COMMAND = Benchmark(
-    "internet", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE,
-    (
-        argument("--rate", default="50mbit", metavar="R", help="of each link"),
-        argument("--delay", default="40ms", metavar="D", help="from host to host"),
-        argument("--loss", default="0%", metavar="L", help="of packets"),
-        argument("--task", default="gpt", metavar="T", help="of benchmarks.quality"),
-        argument("--seeds", type=int, nargs="+", default=[0], metavar="S", help="of the runs"),
-        argument("--steps", type=int, metavar="S", help="of each run; None: whole runs"),
-    )
-)  # fmt: skip
+COMMAND = Benchmark("internet", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE)
 
 if __name__ == "__main__":
     COMMAND.main()

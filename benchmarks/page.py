@@ -16,11 +16,13 @@ from benchmarks.integrations import __main__ as integrations
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import draw_growth
 from benchmarks.planning import __main__ as planning
-from benchmarks.planning import scaling, validation
+from benchmarks.planning import scaling
 from benchmarks.quality import health
 from benchmarks.quality import page as quality
 from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, where, write_into_page
-from benchmarks.training import analysis, runs
+from benchmarks.training import __main__ as training
+from benchmarks.training import analysis
+from benchmarks.training.tasks import FAST, SLOW
 
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -151,11 +153,11 @@ def readme_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
-def sooner(study: runs.Study) -> str:
+def sooner(kept: Mapping[str, Any]) -> str:
     """Dense's time to the target quality over dgc's, a line a task; N = 2."""
-    places = [place for place in analysis.places(study["runs"]) if place.hosts == 2]
+    places = [place for place in analysis.places(kept) if place.hosts == 2]
     rows = {(place.task, place.rate): row for place in places for row in place.rows() if row.method == "dgc"}
-    rates = [rate for rate in (runs.FAST, runs.SLOW) if any(rate == place.rate for place in places)]
+    rates = [rate for rate in (FAST, SLOW) if any(rate == place.rate for place in places)]
     lines = []
     for task in dict.fromkeys(task for task, _ in rows):
         mine = [rows.get((task, rate)) for rate in rates]
@@ -165,7 +167,7 @@ def sooner(study: runs.Study) -> str:
 
 def _network() -> dict[str, str]:
     """Of docs/benchmarks-network.md, by marker."""
-    kept, rows, study = read_results(tables.FILE), exchange_rows(), runs.load()
+    kept, rows, study = read_results(tables.FILE), exchange_rows(), read_results(training.FILE)
     cells = [where(rows, model=model, workers=n) for n, model in itertools.product((2, 4, 8), TITLES)]
     gigabit = where(rows, model=scaling.MODEL, workers=2, rate="1gbit")
     made = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
@@ -203,11 +205,11 @@ def _kernels() -> dict[str, str]:
 def _planning() -> dict[str, str]:
     """Of docs/planning.md, by marker."""
     rows = exchange_rows()
-    predicted = validation.predict(rows, 2)
+    predicted = scaling.predict(rows, 2)
     return {
-        "predicted": validation.summary(predicted),
-        "predicted-cells": validation.cells(predicted),
-        "many": validation.many(rows),
+        "predicted": scaling.summary(predicted),
+        "predicted-cells": scaling.cells(predicted),
+        "many": scaling.many(rows),
         "latency": collectives.table(read_results(collectives.FILE)),
         "simulated": planning.table(read_results(planning.FILE)),
     }
@@ -240,7 +242,7 @@ def draw() -> None:
     scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
     scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
-    analysis.draw(runs.load()["runs"], 2, IMAGES / "quality.svg")
+    analysis.draw(read_results(training.FILE), 2, IMAGES / "quality.svg")
     draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
     quality.draw()
 

@@ -7,11 +7,14 @@ import io
 import json
 import lzma
 import math
+import multiprocessing
 import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +80,67 @@ def write_results(file: Path, kept: Any) -> None:
     fresh.replace(file)
 
 
-def keep(file: Path, key: str, figures: Mapping[str, Any]) -> None:
+Figures = Mapping[str, Any] | list[dict[str, Any]]  # of a cell; a list is kept as its ``rows``
+
+
+def keep(file: Path, key: str, figures: Figures) -> None:
     """Put the figures of a cell, with the environment, into a file, in the place of those that it had."""
-    cell = {"environment": environment(), **figures}
+    cell = {"environment": environment(), **(figures if isinstance(figures, Mapping) else {"rows": figures})}
     write_results(file, dict(sorted({**read_results(file), key: cell}.items())))
 
 
-def complete(file: Path, cells: Mapping[str, Callable[[], Mapping[str, Any]]], one_machine: bool = True) -> None:
+def complete(
+    file: Path,
+    cells: Mapping[str, Callable[[], Figures]],
+    one_machine: bool = True,
+    again: Container[str] = (),
+    processes: int = 0,
+) -> None:
     """Make every cell that `file` does not have, and keep each at once: a study that was stopped goes on.
 
     Args:
         file: of results.
         cells: functions that make the figures, by key.
         one_machine: whether all that is in the file must be of this machine; else OtherMachine.
+        again: keys of what the file has and is made anew.
+        processes: so many cells at a time, each in a process; 0: one after the other, in this one.
+
+    Raises:
+        OtherMachine: see `one_machine`.
+        BrokenProcessPool: a process was killed.
     """
     from tqdm import tqdm
 
     kept = read_results(file)
     if one_machine:
         check_machine(file, (each["environment"] for each in kept.values()))
-    for key in (bar := tqdm([key for key in cells if key not in kept], unit="cell", ncols=100)):
-        bar.set_postfix_str(key)
-        keep(file, key, cells[key]())
+    left = {key: make for key, make in cells.items() if key not in kept or key in again}
+    with closing(_made(left, processes)) as made:
+        for key, figures in (bar := tqdm(made, total=len(left), unit="cell", ncols=100)):
+            bar.set_postfix_str(key)
+            keep(file, key, figures)
+
+
+def _made(cells: Mapping[str, Callable[[], Figures]], processes: int) -> Generator[tuple[str, Figures], None, None]:
+    if not processes:
+        yield from ((key, make()) for key, make in cells.items())
+        return
+    with pool(processes) as workers:
+        futures = {workers.submit(make): key for key, make in cells.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+@contextmanager
+def pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes with an interpreter of their own; after an exception, an interrupt too, nothing goes on."""
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as made:
+        try:
+            yield made
+        except BaseException:
+            for child in multiprocessing.active_children():  # the pool itself would finish what is in its queue
+                child.kill()
+            raise
 
 
 def deciles(values: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Parameter shapes of models, without the models: what a benchmark needs to make gradients of a real layout.
+"""Parameter shapes of models, without the models, and gradients of these shapes.
 
 Names, order and shapes are those of torchvision's ResNet-50, VGG-16 and AlexNet, of an ``nn.LSTM`` language model with
 the sizes of the large network of Zaremba et al. (arXiv 1409.2329), and of transformers' BertModel and GPT-2.
@@ -7,11 +7,14 @@ the sizes of the large network of Zaremba et al. (arXiv 1409.2329), and of trans
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+
+import torch
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
+_DRAWN = 1 << 22  # elements after which scales repeat, and of which noise begins somewhere
 _CLASSES = 1_000  # of ImageNet
 _RESNET50_STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))  # blocks, inner channels
 _VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # convolutions, channels
@@ -114,3 +117,38 @@ SHAPES: dict[str, Callable[[], Shapes]] = {
     "lstm-ptb": lstm_ptb,
     "bert-base": partial(bert, 768, 12),
 }
+
+
+class Gradients:
+    """The gradients of any rank at any step: every coordinate has its own scale, every step of a rank new noise.
+
+    Scales are log-normal over coordinates and over tensors, so what accumulates is far from iid.
+
+    Args:
+        shapes: of the tensors.
+        device: where they are made.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: str = "cpu") -> None:
+        draw = torch.Generator(device).manual_seed(0)
+        self.shapes, self._device = shapes, device
+        self._noise = torch.randn(2 * _DRAWN, generator=draw, device=device)
+        self._scale = torch.randn(_DRAWN, generator=draw, device=device).exp_()
+        self._of_tensor = torch.randn(len(shapes), generator=draw, device=device).exp_() * 1e-3
+
+    def of(self, rank: int, step: int) -> list[torch.Tensor]:
+        """Those of a rank at a step, in memory of their own as a backward pass leaves them."""
+        return [self.one(i, rank, step) for i in range(len(self.shapes))]
+
+    def one(self, i: int, rank: int, step: int) -> torch.Tensor:
+        """Tensor `i` alone."""
+        gradient = torch.empty(self.shapes[i], device=self._device)
+        self.put(i, gradient.view(-1), rank, step)
+        return gradient
+
+    def put(self, i: int, target: torch.Tensor, rank: int, step: int) -> None:
+        """Write tensor `i`, flat, to `target`."""
+        for number, part in enumerate(target.split(_DRAWN)):
+            offset = (7919 * step + 15_485_863 * rank + 104_729 * i + 1_299_709 * number) % _DRAWN
+            torch.mul(self._noise[offset:][: part.numel()], self._scale[: part.numel()], out=part)
+        target *= self._of_tensor[i]

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from benchmarks.command import Benchmark, argument
-from benchmarks.exchange import tables, worker
+from benchmarks.exchange import tables
 from benchmarks.exchange.methods import METHODS, NODE_METHODS, NOTHING
-from benchmarks.netlab import Lab, unavailable
-from benchmarks.ranks import HERE, LaunchError, hosts_at, launch
-from benchmarks.report import check_machine, deciles, keep, read_results, slowest
+from benchmarks.netlab import unavailable
+from benchmarks.ranks import HERE, hosts_at, launch
+from benchmarks.report import complete, deciles, read_results, slowest
 from benchmarks.shapes import SHAPES, numel
 
 TIMEOUT_SECONDS = 3_000
@@ -55,58 +53,31 @@ class Cell:
         nodes = f", {self.ranks} ranks a host" if self.ranks > 1 else ""
         return f"{self.model}, N={self.workers}, {self.rate}, density {self.density:g}{nodes}"
 
-    def methods(self, kept: Mapping[str, Any]) -> set[str]:
-        """The methods that have been measured already."""
-        return {row["method"] for row in kept[self.key]["rows"]} if self.key in kept else set()
-
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure every cell that is asked for and not in the file; the large arrays of a model are made once."""
-    from tqdm import tqdm
-
-    file, wanted = options.file, options.methods or list(METHODS if options.ranks == 1 else NODE_METHODS)
+    """Every cell that is asked for and not in the file; to be quick few methods, without root on one machine."""
+    if options.quick:
+        methods = options.methods or [NOTHING, "dense", "dgc", "published DGC"]
+        rates = [HERE if unavailable() else "1gbit"]
+        vars(options).update(models=["resnet50"], workers=[2], rates=rates, launches=1, methods=methods)
+    methods = options.methods or list(METHODS if options.ranks == 1 else NODE_METHODS)
     places = itertools.product(options.rates, options.workers, options.models)
-    asked = [Cell(model, n, rate, options.density, options.ranks) for rate, n, model in places]
-    kept = read_results(file)
-    check_machine(file, (each["environment"] for each in kept.values()))
-    left = [cell for cell in asked if options.again or not set(wanted) <= cell.methods(kept)]
-    for cell in left:
-        if lost := cell.methods(kept) - set(wanted):
-            raise LaunchError(
-                f"{file} has {len(lost)} more methods of {cell.key}; measure those as well, or --file ANOTHER"
-            )
-    if len(left) < len(asked):
-        print(f"{len(asked) - len(left)} of {len(asked)} cells are in {file.name}; --again measures them anew")
-    with tempfile.TemporaryDirectory() as top, tqdm(total=len(left), unit="cell") as bar:
-        for rate, workers in dict.fromkeys((cell.rate, cell.workers) for cell in left):
-            with hosts_at(workers, rate, options.ranks) as hosts:
-                for cell in (cell for cell in left if (cell.rate, cell.workers) == (rate, workers)):
-                    bar.set_postfix_str(cell.key)
-                    keep(file, cell.key, figures(cell, wanted, options, _folder(Path(top), cell.model), hosts))
-                    bar.update()
+    cells = [Cell(model, n, rate, options.density, options.ranks) for rate, n, model in places]
+    complete(options.file, {cell.key: partial(figures, cell, methods, options) for cell in cells})
 
 
-def _folder(top: Path, model: str) -> Path:
-    folder = top / model
-    if not folder.exists():
-        folder.mkdir()
-        worker.write(folder, [math.prod(shape) for _, shape in SHAPES[model]()])
-    return folder
-
-
-def figures(
-    cell: Cell, methods: Sequence[str], options: argparse.Namespace, folder: Path, hosts: Lab | None
-) -> dict[str, Any]:
+def figures(cell: Cell, methods: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     """Launch the ranks of a cell, and again, so that no moment of a noisy machine decides; their steps together."""
-    link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
-    warm_up, fewest, most = (3, 1, 4) if options.quick else (10, 3, 40)
-    order = {
-        **asdict(cell), "methods": list(methods),
-        "seconds": options.seconds, "warm_up": warm_up, "fewest": fewest, "most": most, "folder": str(folder),
-        "master": hosts.addresses[0] if hosts else "127.0.0.1", "device": "eth0" if hosts else "lo",
-    }  # fmt: skip
-    ranks, function = cell.workers * cell.ranks, "benchmarks.exchange.worker:rank"
-    found = [launch(function, order, ranks, hosts, TIMEOUT_SECONDS) for _ in range(options.launches)]
+    with hosts_at(cell.workers, cell.rate, cell.ranks) as hosts:
+        link = [hosts.one_way(), *hosts.measure([(1, 2), (2, 1)])] if hosts and cell.workers > 1 else []
+        seconds, warm_up, fewest, most = (0.3, 3, 1, 4) if options.quick else (5.0, 10, 3, 40)
+        order = {
+            **asdict(cell), "methods": methods,
+            "seconds": seconds, "warm_up": warm_up, "fewest": fewest, "most": most,
+            "master": hosts.addresses[0] if hosts else "127.0.0.1", "device": "eth0" if hosts else "lo",
+        }  # fmt: skip
+        ranks, function = cell.workers * cell.ranks, "benchmarks.exchange.worker:rank"
+        found = [launch(function, order, ranks, hosts, TIMEOUT_SECONDS) for _ in range(options.launches)]
     rows = [_row(cell, name, [[rank[name] for rank in one] for one in found]) for name in methods]
     return {"link_mbit": [round(rate) for rate in link], "density": cell.density, "rows": rows}
 
@@ -114,32 +85,22 @@ def figures(
 def _row(cell: Cell, method: str, launches: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """The figures of a method."""
     steps = [slowest(rank["ms"] for rank in one) for one in launches]
-    every, shapes = list(itertools.chain(*launches)), SHAPES[cell.model]()
+    every = list(itertools.chain(*launches))
     ordered = sorted(itertools.chain(*steps))
     phases = {name: [ms for rank in every for ms in rank["phases_ms"][name]] for name in every[0]["phases_ms"]}
-    what = {"what": "exchange", "model": cell.model, "parameters": numel(shapes), "tensors": len(shapes)}
-    place = {"workers": cell.workers, "ranks": cell.ranks, "rate": cell.rate, "method": method, "steps": len(ordered)}
+    place = {"model": cell.model, "workers": cell.workers, "ranks": cell.ranks, "rate": cell.rate, "method": method}
     return {
-        **what,
         **place,
+        "parameters": numel(SHAPES[cell.model]()),
+        "steps": len(ordered),
         "ms": deciles(ordered),
         "launch_medians_ms": [round(statistics.median(each), 3) for each in steps],
-        "backward_ms": round(statistics.median(ms for rank in every for ms in rank["backward_ms"]), 3),
         "processor_ms": round(statistics.mean(ms for rank in every for ms in rank["processor_ms"]), 3),
         "phases_ms": {name: round(statistics.median(values), 3) for name, values in phases.items()},
         "bytes": round(statistics.mean(rank["bytes"] for rank in every)),
         "state_bytes": max(rank["state_bytes"] for rank in every),
         "checked": every[0]["checked"],
     }
-
-
-def quick(options: argparse.Namespace) -> None:
-    """Few methods; without root ranks on one machine."""
-    found = {"models": ["resnet50"], "workers": [2], "rates": ["1gbit"], "seconds": 0.3, "launches": 1}
-    vars(options).update(found, methods=options.methods or [NOTHING, "dense", "dgc", "published DGC"])
-    if reason := unavailable():
-        print(f"no emulated hosts, so this is ranks on one machine: {reason}")
-        options.rates = [HERE]
 
 
 COMMAND = Benchmark(
@@ -154,11 +115,9 @@ COMMAND = Benchmark(
             help=f"of {'; '.join(METHODS)}; on hosts of several ranks of {'; '.join(NODE_METHODS)}; None: all",
         ),
         argument("--density", type=float, default=0.001, metavar="D", help="of what compresses"),
-        argument("--seconds", type=float, default=5.0, metavar="S", help="of timed steps a method"),
         argument("--launches", type=int, default=2, metavar="L", help="of each cell, their steps together"),
-        argument("--again", action="store_true", help="measure anew what this machine has measured already"),
     ),
-    quick,
+    quick=True,
 )  # fmt: skip
 
 if __name__ == "__main__":

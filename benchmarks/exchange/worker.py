@@ -13,7 +13,7 @@ import re
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,71 +24,14 @@ import torch
 from benchmarks import connections
 from benchmarks.exchange import methods
 from benchmarks.exchange.methods import Method
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, Gradients
 from dgc_horovod.config import FLAT
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import node_process_sets
 
-_SLACK = 2**20  # where in the noise a step's gradient begins
-_PART = 2**24
 _LEAST_OF_K = 2 / 3  # that a rule other than the exact one may send
 _FP16_ERROR = 2e-3  # relative; fp32 is far below
-
-
-def write(folder: Path, numels: Sequence[int], seed: int = 0) -> None:
-    """Make the files that `Gradients` reads: noise, and the scale of every element.
-
-    Scales differ over coordinates and over tensors, so what accumulates is far from iid.
-
-    Args:
-        folder: where to put them.
-        numels: of the tensors.
-    """
-    rng, total = np.random.default_rng(seed), sum(numels)
-    noise, scale = (_file(folder, name, size, "w+") for name, size in (("noise", total + _SLACK), ("scale", total)))
-    for start in range(0, noise.size, _PART):
-        noise[start : start + _PART] = rng.standard_normal(min(_PART, noise.size - start), dtype=np.float32)
-    end = 0
-    for numel, tensor_scale in zip(numels, 1e-3 * np.exp(rng.standard_normal(len(numels))), strict=True):
-        start, end = end, end + numel
-        np.exp(rng.standard_normal(numel, dtype=np.float32), out=scale[start:end])
-        scale[start:end] *= np.float32(tensor_scale)
-    noise.flush()
-    scale.flush()
-
-
-def _file(folder: Path, name: str, size: int, mode: str) -> np.ndarray:
-    return np.memmap(folder / f"{name}.f32", np.float32, mode, shape=(size,))  # type: ignore[call-overload, no-any-return]
-
-
-class Gradients:
-    """The gradients of any rank at any step, in memory of their own as a backward pass leaves them.
-
-    Args:
-        folder: where `write` has put the files.
-        shapes: of the tensors.
-    """
-
-    def __init__(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> None:
-        self.shapes = shapes
-        numels = [math.prod(shape) for shape in shapes]
-        ends = np.cumsum(numels).tolist()
-        self._places = [slice(end - numel, end) for end, numel in zip(ends, numels, strict=True)]
-        self._noise = _file(folder, "noise", sum(numels) + _SLACK, "r")
-        self._scale = _file(folder, "scale", sum(numels), "r")
-
-    def of(self, rank: int, step: int) -> list[torch.Tensor]:
-        """The gradients of `rank` at `step`, in the order of the shapes."""
-        return [self.one(i, rank, step) for i in range(len(self.shapes))]
-
-    def one(self, i: int, rank: int, step: int) -> torch.Tensor:
-        """Tensor `i` alone."""
-        offset = int(np.random.default_rng([rank, step]).integers(_SLACK))
-        place, gradient = self._places[i], torch.empty(self.shapes[i])
-        noise = self._noise[offset + place.start : offset + place.stop]
-        np.multiply(noise, self._scale[place], out=gradient.view(-1).numpy())
-        return gradient
 
 
 class Clock:
@@ -98,7 +41,7 @@ class Clock:
         self.method, self.gradients, self.rank, self.number, self.last = method, gradients, rank, 0, 0.0
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Milliseconds of `steps` more: ``ms``, ``backward_ms``, ``processor_ms`` and those of the method's phases."""
+        """Milliseconds of `steps` more: ``ms``, ``processor_ms`` and those of the method's phases."""
         found: dict[str, list[float]] = defaultdict(list)
         for _ in range(steps):
             self.method.clear()
@@ -108,10 +51,9 @@ class Clock:
             busy = time.process_time()
             start = time.perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
-            handed_over = time.perf_counter()
             self.method.finish()
             self.last = time.perf_counter() - start
-            spent = {"ms": self.last, "backward_ms": handed_over - start, "processor_ms": time.process_time() - busy}
+            spent = {"ms": self.last, "processor_ms": time.process_time() - busy}
             phases = {name: seconds - before[name] for name, seconds in self.method.phases().items()}
             for name, seconds in {**spent, **phases}.items():
                 found[name].append(1e3 * seconds)
@@ -129,13 +71,13 @@ def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         order: ``model``, whose shapes; ``methods``, names in order; ``density``; ``seconds`` that the timed steps of a
             method should take; ``warm_up`` steps before them, where a step is short; ``fewest`` and ``most`` steps
-            that are timed; ``ranks`` on a host; ``folder`` with the gradients; ``master``, address of rank 0, for
-            torch.distributed; ``device`` of the network, by which ranks reach each other.
+            that are timed; ``ranks`` on a host; ``master``, address of rank 0, for torch.distributed; ``device`` of
+            the network, by which ranks reach each other.
     """
     options = {"process_sets": node_process_sets(order["ranks"])} if order["ranks"] > 1 else {}
     connections.start(**options)
     os.environ[methods.MASTER] = order["master"]
-    gradients = Gradients(Path(order["folder"]), [shape for _, shape in SHAPES[order["model"]]()])
+    gradients = Gradients([shape for _, shape in SHAPES[order["model"]]()])
     figures = {}
     for name in order["methods"]:
         figures[name] = measure(name, order, gradients)

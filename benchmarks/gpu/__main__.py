@@ -20,7 +20,7 @@ if INTERPRETED:  # before Triton is imported
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from benchmarks.gpu import adapter, checks, say, steps, timing, training  # noqa: E402
+from benchmarks.gpu import checks, say, timing, training  # noqa: E402
 from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
 from benchmarks.report import environment, read_results, write_results  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
@@ -117,10 +117,10 @@ RUNS = 3 if INTERPRETED else 20
 PARTS: dict[str, Callable[[str], Any]] = {
     "checks": lambda device: check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS)),
     "training": training.study,
-    "horovod": adapter.study,
+    "horovod": training.adapter,
     "models": lambda device: timing.models(device, RUNS, _TINY if INTERPRETED else timing.MODELS),
     "growth": lambda device: timing.growth(device, RUNS, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS),
-    "steps": lambda device: steps.study(device, steps.TINY if INTERPRETED else steps.MODELS),
+    "steps": lambda device: timing.whole_steps(device, timing.TINY_TRAINED if INTERPRETED else timing.TRAINED),
     "sanitizer": lambda device: {} if INTERPRETED else sanitize(),
 }
 

@@ -187,7 +187,7 @@ def quality_plot(runs: dict[str, Any], file: Path) -> None:
 
 def keep_quality(file: Path) -> None:
     """Keep the runs of `scripts/gpu_quality`: table, plot and results."""
-    runs = read_results(file)["runs"]
+    runs = dict(sorted(read_results(file).items(), key=lambda found: list(found[1]["run"].values())))
     shutil.copy(file, RESULTS)
     quality_plot(runs, IMAGES / "gpu-quality.svg")
     text = f"{quality_table(runs)}\n\n![loss over steps](images/gpu-quality.svg)"

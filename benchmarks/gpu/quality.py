@@ -17,7 +17,7 @@ from benchmarks.gpu.timing import device_name
 from benchmarks.quality import tokens
 from benchmarks.quality.tasks import Tokens
 from benchmarks.quality.training import Run, train
-from benchmarks.report import environment, read_results, write_results
+from benchmarks.report import keep, read_results
 
 TASK, FILE = "gpt-124m", "gpu-quality.json"
 DENSE, COMPRESSED, IN_2_BITS = "AdamW, dense", "AdamW, dgc", "AdamW, dgc, 0.3% in 2 bits"
@@ -26,10 +26,9 @@ PLAN += [Run(TASK, name, 8, 100) for name in (DENSE, COMPRESSED)]
 _SAID_EVERY = 50  # steps
 
 
-def done(run: Run, rate: float) -> dict[str, Any]:
+def done(run: Run) -> dict[str, Any]:
     """Do a run; what `train` gives, with the seconds that it took, its text and its device."""
     start = time.monotonic()
-    Tokens.settings = dataclasses.replace(Tokens.settings, adamw_lr=rate)
 
     def watch(ranks: object, step: int, loss: float) -> None:
         if step % _SAID_EVERY == 0 or step <= 2:
@@ -39,7 +38,7 @@ def done(run: Run, rate: float) -> dict[str, Any]:
     found = train(run, watch=watch)
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     return {
-        "run": dataclasses.asdict(run), "rate": rate, "steps": run.steps, "text": tokens.digest(),
+        "run": dataclasses.asdict(run), "rate": Tokens.settings.adamw_lr, "steps": run.steps, "text": tokens.digest(),
         "device": device, "seconds": round(time.monotonic() - start, 1), **found,
     }  # fmt: skip
 
@@ -49,26 +48,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/gpu_quality", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help=f"for {FILE}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
-    parser.add_argument("--rate", type=float, default=Tokens.settings.adamw_lr, help="highest learning rate")
-    parser.add_argument("--length", type=float, default=1.0, help=f"of {Tokens.settings.steps} steps (default: 1)")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     train_on, test_on = tokens.corpus()
     print(f"text {tokens.digest()}: {len(train_on):,} tokens to train on, {len(test_on):,} to test on", flush=True)
     args.folder.mkdir(parents=True, exist_ok=True)
-    file = args.folder / FILE
-    kept = read_results(file) or {"environment": environment(), "runs": {}}
     took: dict[bool, float] = {}  # seconds of the last run, by whether it was dense
-    for run in (dataclasses.replace(run, length=args.length) for run in PLAN):
-        dense, before = run.variant == DENSE, kept["runs"].get(run.key, {})
-        if [before.get(name) for name in ("text", "steps", "rate")] == [tokens.digest(), run.steps, args.rate]:
+    for run in PLAN:
+        dense, before = run.variant == DENSE, read_results(args.folder / FILE).get(run.key, {})
+        if (before.get("text"), before.get("steps")) == (tokens.digest(), run.steps):
             continue
         if time.monotonic() + took.get(dense, 0) > end:
             print(f"{run.key}: left for the next time")
             continue
-        kept["runs"][run.key] = found = done(run, args.rate)
+        found = done(run)
         took[dense] = found["seconds"]
-        write_results(file, kept)
+        keep(args.folder / FILE, run.key, found)
         print(f"{run.key}: loss {found['loss']}, {found['seconds']} s", flush=True)
 
 

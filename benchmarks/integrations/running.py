@@ -1,22 +1,75 @@
-"""Runs rows: three launches, what they say and leave behind, and what is not as it should be."""
+"""Runs rows: three launches, what they say and leave behind, and what is not as it should be.
+
+A launch is ``python -m benchmarks.integrations.running WAY FOLDER ROW...``, of rows that start alike. Each rank writes
+what came of each phase to ``FOLDER/WAY-RANK.json``, rank 0 also the weights to ``ROW-PHASE.npy``.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 import json
 import math
 import re
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.integrations.job import BY_VARIABLE, BY_VARIABLE_EXACT, LINES
 from benchmarks.integrations.rows import DENSITY, EXACT, RANKS, ROWS, Row
+from benchmarks.integrations.training import Run, Trained, rank
 from benchmarks.ranks import LaunchError, output_of
 from benchmarks.report import ROOT
+
+# Launches: dense runs, and those of a script that compresses by itself; two by variables.
+LINES, BY_VARIABLE_EXACT, BY_VARIABLE = "lines", "by-variable-exact", "by-variable"
+
+
+def phases(row: Row, way: str, folder: Path) -> Iterator[tuple[str, Run]]:
+    """Names and runs of a launch, one after the other."""
+    plain = Run(folder / "dense")
+    if way != LINES:  # variables decide
+        yield way, replace(plain, folder=folder / way, usual=way == BY_VARIABLE)
+        return
+    yield "dense", plain
+    if row.differs:
+        yield "unusual", replace(plain, folder=folder / "unusual", usual=False)
+    if row.lines:
+        from dgc_horovod.config import DGCConfig
+
+        exact, config = (DGCConfig(**settings, **row.settings) for settings in (EXACT, {"density": DENSITY}))
+        yield "exact", Run(folder / "exact", exact, usual=False)
+        yield "compressed", (used := Run(folder / "compressed", config, saves=row.resumes))
+        if row.resumes:
+            yield "resumed", replace(used, saves=False, resumes=True)
+
+
+def on_rank(way: str, folder: Path, names: Sequence[str]) -> None:
+    """Run every phase of some rows on this rank."""
+    torch.set_num_threads(1)
+    found = {name: dict[str, Any]() for name in names}
+    for name in names:
+        train: Callable[[Run], Trained] = _named(ROWS[name].job)
+        for phase, run in phases(ROWS[name], way, folder / name):
+            torch.manual_seed(0)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            ended = train(run)
+            found[name][phase] = {"digest": ended.digest, "loss": ended.loss, "stats": ended.stats}
+            if rank() == 0:
+                np.save(folder / f"{name}-{phase}.npy", ended.weights)
+    Path(folder, f"{way}-{rank()}.json").write_text(json.dumps(found))
+
+
+def _named(name: str) -> Any:
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"benchmarks.integrations.jobs.{module}"), function)
+
 
 Ranks = list[dict[str, Any]]  # what each rank has found
 SECONDS = 900  # of a launch
@@ -53,7 +106,7 @@ def launched(way: str, folder: Path, names: Sequence[str], settings: Mapping[str
     """What a launch prints, and what each rank finds in each phase of each row.
 
     Args:
-        way: see `job`.
+        way: of launches, see `phases`.
         folder: for its files.
         names: of rows that start alike.
         settings: variables of our own.
@@ -61,7 +114,7 @@ def launched(way: str, folder: Path, names: Sequence[str], settings: Mapping[str
     Raises:
         LaunchError: it failed, or took too long.
     """
-    words = [*ROWS[names[0]].launcher, "-m", "benchmarks.integrations.job", way, str(folder), *names]
+    words = [*ROWS[names[0]].launcher, "-m", "benchmarks.integrations.running", way, str(folder), *names]
     few = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
     said = output_of(words, SECONDS, {**few, **settings})
     return said, [json.loads(Path(folder, f"{way}-{rank}.json").read_text()) for rank in range(RANKS)]
@@ -132,3 +185,16 @@ def faults(row: Row, found: Mapping[str, Any]) -> list[str]:
         }
         wrong += [f"{way}: {text}" for text, holds in checks.items() if not holds]
     return wrong
+
+
+def main() -> None:
+    """Start the ranks, where the launcher has not."""
+    way, folder, *names = sys.argv[1:]
+    from benchmarks.integrations.running import on_rank as named  # not __main__'s, which other processes do not have
+
+    body, starts = functools.partial(named, way, Path(folder), names), ROWS[names[0]].starts
+    _named(starts)(body) if starts else body()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.command import Benchmark, argument
-from benchmarks.kernels import speed, stages, wire
-from benchmarks.report import RESULTS, check_machine, keep, read_results
+from benchmarks.kernels import speed, wire
+from benchmarks.report import RESULTS, check_machine, complete, read_results
 from benchmarks.shapes import SHAPES
 
 FILE = RESULTS / "kernels.json"
 Rows = list[dict[str, Any]]
-# name -> function of whether only a small part is measured, and one that makes the table
-STUDIES: dict[str, tuple[Callable[[bool], Rows], Callable[[Sequence[Mapping[str, Any]]], str]]] = {
-    "compress": (lambda quick: [], speed.compress_table),
-    "stages": (stages.stages, stages.stages_table),
-    "adam": (stages.adam, stages.adam_table),
-    "growth": (speed.growth, speed.growth_table),
-    "decode": (speed.decode, speed.decode_table),
-    "wire": (wire.wire, wire.wire_table),
+# name -> by key in the file of results the functions that measure, and one that makes the table
+STUDIES: dict[str, tuple[dict[str, Callable[[], Rows]], Callable[[Sequence[Mapping[str, Any]]], str]]] = {
+    "compress": ({f"compress, {m}": partial(speed.compress, m) for m in SHAPES}, speed.compress_table),
+    "stages": ({"stages": speed.stages}, speed.stages_table),
+    "adam": ({"adam": speed.adam}, speed.adam_table),
+    "growth": ({"growth": speed.growth}, speed.growth_table),
+    "decode": ({"decode": speed.decode}, speed.decode_table),
+    "wire": ({"wire": wire.wire}, wire.wire_table),
 }
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Every study that is asked for; of compress every model is a cell of its own, and all are of one machine."""
+    """Every study that is asked for and not in the file; a study is of one machine."""
     for name in _asked(options):
-        start = time.monotonic()
-        if name == "compress":
-            models = options.models[:1] if options.quick else options.models
-            others = [f"compress, {model}" for model in SHAPES if model not in models]
-            kept = read_results(options.file)
-            check_machine(options.file, [kept[key]["environment"] for key in others if key in kept])
-            for model in models:
-                keep(options.file, f"compress, {model}", {"figures": speed.compress(model)})
-        else:
-            keep(options.file, name, {"figures": STUDIES[name][0](options.quick)})
-        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+        cells, kept = STUDIES[name][0], read_results(options.file)
+        check_machine(options.file, [kept[key]["environment"] for key in cells if key in kept])
+        complete(options.file, cells, one_machine=False)
 
 
 def _asked(options: argparse.Namespace) -> list[str]:
@@ -47,8 +39,7 @@ def _asked(options: argparse.Namespace) -> list[str]:
 
 def figures(kept: Mapping[str, Any], name: str) -> Rows:
     """The rows of a study."""
-    keys = [f"compress, {model}" for model in SHAPES] if name == "compress" else [name]
-    return [row for key in keys if key in kept for row in kept[key]["figures"]]
+    return [row for key in STUDIES[name][0] if key in kept for row in kept[key]["rows"]]
 
 
 def table(name: str, kept: Mapping[str, Any]) -> str:
@@ -62,17 +53,9 @@ def tables(options: argparse.Namespace) -> str:
     return "\n\n".join(table(name, kept) for name in _asked(options) if figures(kept, name))
 
 
-def quick(options: argparse.Namespace) -> None:
-    """A small part of each: see `measure`."""
-
-
 COMMAND = Benchmark(
     "kernels", __doc__ or "", measure, tables, FILE,
-    (
-        argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all", help="which studies"),
-        argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="M", help="of compress"),
-    ),
-    quick,
+    (argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all", help="which studies"),),
 )  # fmt: skip
 
 if __name__ == "__main__":

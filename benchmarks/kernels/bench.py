@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.shapes import Gradients, Shapes
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
@@ -24,33 +26,35 @@ from dgc_horovod.stats import Traffic
 MOMENTUM = 0.9
 
 
-class Gradients:
-    """Gradients of a model's shapes: every coordinate has its own scale, every step new noise.
+class Advancing:
+    """The gradients of one rank, each step's in the memory of the last one's.
 
-    Scales are log-normal over coordinates and over tensors, so what accumulates is far from iid.
+    Args:
+        numels: of the tensors.
+        device: where they are; None: NumPy arrays.
+
+    Attributes:
+        flat: all of them, one after the other.
+        arrays: each tensor's part of `flat`.
     """
 
-    def __init__(self, numels: Sequence[int], seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self._rng, total = rng, sum(numels)
-        tensor_scales = 1e-3 * np.exp(rng.standard_normal(len(numels), dtype=np.float32))
-        self._noise = rng.standard_normal(total + 2**20, dtype=np.float32)
-        self._scale = np.exp(rng.standard_normal(total, dtype=np.float32))
-        self.flat = np.empty(total, np.float32)
-        ends = np.cumsum(numels).tolist()
-        self.arrays = [self.flat[end - n : end] for n, end in zip(numels, ends, strict=True)]
-        for n, end, tensor_scale in zip(numels, ends, tensor_scales, strict=True):
-            self._scale[end - n : end] *= tensor_scale
+    def __init__(self, numels: Sequence[int], device: str | None = None) -> None:
+        self._source, self._step = Gradients([(numel,) for numel in numels], device or "cpu"), 0
+        flat = torch.empty(sum(numels), device=device)
+        self._parts = flat.split(list(numels))
+        self.flat: Any = flat if device else flat.numpy()
+        self.arrays: list[Any] = [part if device else part.numpy() for part in self._parts]
         self.advance()
 
     def advance(self) -> None:
         """The next step's gradients, into the same memory."""
-        offset = int(self._rng.integers(2**20))
-        np.multiply(self._noise[offset : offset + self.flat.size], self._scale, out=self.flat)
+        for i, part in enumerate(self._parts):
+            self._source.put(i, part, 0, self._step)
+        self._step += 1
 
 
 class Recorded:
-    """As `Gradients`, those of a training run: one list of flat arrays a step, in the order of the buckets."""
+    """As `Advancing`, those of a training run: one list of flat arrays a step, in the order of the buckets."""
 
     def __init__(self, steps: Sequence[list[np.ndarray]]) -> None:
         self._steps = iter(steps)
@@ -76,11 +80,11 @@ class Model:
 
     def __init__(
         self,
-        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        shapes: Shapes,
         config: DGCConfig,
         kernels: Kernels,
         workers: int = 1,
-        gradients: Callable[[Sequence[int]], Any] = Gradients,
+        gradients: Callable[[Sequence[int]], Any] = Advancing,
         adam: bool = False,
         small: bool = True,
     ) -> None:

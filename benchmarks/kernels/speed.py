@@ -1,9 +1,14 @@
-"""Times of the kernels: compress beside the floor that memory sets and the published flows, its growth, and decode."""
+"""Times of the kernels: compress beside the floor that memory sets and the published flows, its growth, and decode.
+
+And where the time of compress goes: each call of the native library beside its memory alone, for SGD and for AdamW.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +20,11 @@ from benchmarks.baselines import FLOWS
 from benchmarks.kernels.bench import MOMENTUM, Model, Scatter, Stream
 from benchmarks.report import label, markdown, panels, save_figure, where
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import timed, torch_threads
+from benchmarks.timing import RUNS, WARM_UP, timed, times, torch_threads, wall_clock
 from dgc_horovod import DGCConfig
+from dgc_horovod.core.second_moment import INTERVAL
 from dgc_horovod.kernels.native.kernels import NativeKernels
+from dgc_horovod.kernels.native.library import load
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 
 STEPS = 50
@@ -112,13 +119,10 @@ def _widest(rows: Sequence[Row], model: str) -> str:
     return str(where(rows, model=model, threads=2)[0]["instructions"])
 
 
-def decode(quick: bool) -> list[dict[str, Any]]:
+def decode() -> list[dict[str, Any]]:
     """N packets of k elements of one bucket of n; the same k from two sizes of n, and two k of the same n."""
-    rows = []
-    for millions, density in ((5, 0.001),) if quick else ((25, 0.001), (25, 0.004), (100, 0.001)):
-        for workers in (2, 8) if quick else (2, 8, 32):
-            rows.append(_decoded(millions * 10**6, density, workers))
-    return rows
+    sizes = ((25, 0.001), (25, 0.004), (100, 0.001))
+    return [_decoded(millions * 10**6, density, workers) for millions, density in sizes for workers in (2, 8, 32)]
 
 
 def _decoded(numel: int, density: float, workers: int) -> dict[str, Any]:
@@ -167,10 +171,10 @@ def decode_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
-def growth(quick: bool) -> list[dict[str, Any]]:
+def growth() -> list[dict[str, Any]]:
     """Milliseconds of accumulate, select and encode of one bucket of d elements at 0.1%, one thread."""
     rows = []
-    for millions in MILLIONS[:2] if quick else MILLIONS:
+    for millions in MILLIONS:
         numel = millions * 10**6
         with torch_threads(1):
             for rule in ("random", "threshold", "gaussian", "sampled", "exact"):
@@ -230,3 +234,118 @@ def draw_growth(rows: Sequence[Row], file: Path) -> None:
     label(axes, x="elements", y="milliseconds: accumulate, select, encode")
     axes.legend(frameon=False)
     save_figure(figure, file)
+
+
+_STAGES = {
+    "dgc_pass": "pass",
+    "dgc_keep_largest": "select",
+    "dgc_kth_largest": "select",
+    "dgc_keep_at_least": "select",
+    "dgc_encode": "encode",
+    "dgc_checksum": "encode",
+    "dgc_settle": "settle",
+    "dgc_measure": "measure",
+}
+STAGES = ("pass", "select", "encode", "settle")
+ADAM_STAGES = ("measure", *STAGES)
+_TIMES = ("floor_ms", "whole_ms", "scatter_ms")
+
+
+class TimedLibrary:
+    """The native library; counts the milliseconds of its calls by stage, on a clock, in every step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._library, self.clock = load(), clock
+        self.steps: list[dict[str, float]] = []
+
+    def begin_step(self) -> None:
+        """Count from here on for the next step."""
+        self.steps.append(defaultdict(float))
+
+    def milliseconds(self, stage: str) -> list[float]:
+        """Of each step after the warm-up."""
+        return [step[stage] for step in self.steps[WARM_UP:]]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function, stage = getattr(self._library, name), _STAGES.get(name)
+
+        def called(*arguments: Any) -> Any:
+            start = self.clock()
+            try:
+                return function(*arguments)
+            finally:
+                if stage is not None and self.steps:
+                    self.steps[-1][stage] += 1e3 * (self.clock() - start)
+
+        return called
+
+
+def stages() -> list[dict[str, Any]]:
+    """A row for each model and density, one thread, the widest instructions that there are."""
+    with torch_threads(1):
+        return [row for model in ("resnet50", "vgg16") for x in (0.001, 0.01) for row in _by_stage(model, x)]
+
+
+def adam() -> list[dict[str, Any]]:
+    """Rows for each model, one thread, AVX2 and AVX-512, at a density of 1%."""
+    with torch_threads(1):
+        return [row for model in ("resnet50", "vgg16", "bert-base") for row in _by_stage(model, 0.01, adam=True)]
+
+
+def _by_stage(name: str, density: float, adam: bool = False) -> list[dict[str, Any]]:
+    """Milliseconds of the loop, of compress and its calls, and of settling alone, taken in turns."""
+    library = TimedLibrary(time.thread_time if adam else time.perf_counter)  # others may use the machine
+    kernels, rows = NativeKernels(library=library), []
+    model, widest = Model(SHAPES[name](), DGCConfig(density=density), kernels, adam=adam), kernels.instructions
+    model.accumulate(STEPS)
+    stream, scatter = Stream(model.numel, momentum=not adam), Scatter(model.numel, int(density * model.numel))
+    u, v = np.ones((2, model.numel), np.float32)
+    loop, settle = partial(stream.run, model.gradients.flat), partial(scatter.settle, u, v)
+    for instructions in ("AVX2", "AVX-512") if adam else (widest,):
+        if kernels.use_instructions(instructions):
+            library.steps.clear()
+            found = times(
+                loop, partial(_compress, model, library), settle, before=model.gradients.advance,
+                runs=4 * INTERVAL if adam else RUNS, clock=partial(wall_clock, now=library.clock),
+            )  # fmt: skip
+            middle = _least if adam else statistics.median
+            parts = {stage: middle(library.milliseconds(stage)) for stage in (ADAM_STAGES if adam else STAGES)}
+            what = {"model": name, "density": density, "instructions": instructions, "numel": model.numel}
+            rows.append({**what, **dict(zip(_TIMES, map(middle, found), strict=True)), "stages_ms": parts})
+    kernels.use_instructions(widest)
+    return rows
+
+
+def _compress(model: Model, library: TimedLibrary) -> None:
+    library.begin_step()
+    model.compress()
+
+
+def stages_table(rows: Sequence[Row]) -> str:
+    """Markdown: the loop, the stages, what is left, and all together as times the loop."""
+    lines = []
+    for r in rows:
+        found = r["stages_ms"]
+        rest = r["whole_ms"] - sum(found.values())
+        parts = (r["floor_ms"], *(found[stage] for stage in STAGES), r["scatter_ms"], rest, r["whole_ms"])
+        name = f"{r['model']}, {r['density']:.1%}, {r['instructions']}"
+        lines.append([name, *(f"{ms:.1f}" for ms in parts), f"{r['whole_ms'] / r['floor_ms']:.2f}×"])
+    head = ["ms", "the 20-byte loop", *STAGES, "memory of settle alone", "other", "total", "total / loop"]
+    return markdown(head, lines)
+
+
+def _least(values: Sequence[float]) -> float:
+    """The mean over the steps from one measurement of a tensor to the next, each at its least."""
+    return statistics.mean(min(values[i::INTERVAL]) for i in range(INTERVAL))
+
+
+def adam_table(rows: Sequence[Row]) -> str:
+    """Markdown: the loop in nanoseconds an element; the calls, what is left and all together as parts of it."""
+    lines = []
+    for r in rows:
+        found, loop, whole = r["stages_ms"], r["floor_ms"], r["whole_ms"]
+        parts = [f"{ms / loop:.2f}" for ms in (*(found[call] for call in ADAM_STAGES), whole - sum(found.values()))]
+        name = f"{r['model']}, {r['instructions']}"
+        lines.append([name, f"{1e6 * loop / r['numel']:.2f}", *parts, f"{whole / loop:.2f}×"])
+    head = ["in times of the loop", "loop, ns an element", *ADAM_STAGES, "other", "total"]
+    return markdown(head, lines)

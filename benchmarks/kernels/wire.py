@@ -58,7 +58,7 @@ def recorded_gradients() -> tuple[list[tuple[str, tuple[int, ...]]], list[list[n
     return [(name, tuple(p.shape)) for name, p in matrices.items()], steps
 
 
-def wire(quick: bool) -> list[dict[str, Any]]:
+def wire() -> list[dict[str, Any]]:
     """Bits of every rule, density and value codec; index codecs compared; ratios of whole models."""
     shapes, steps = recorded_gradients()
     choices = [("exact", d, v) for d in (0.001, 0.01) for v in VALUE_CODECS]

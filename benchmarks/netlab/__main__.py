@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from benchmarks.netlab import hosts as state
 from benchmarks.netlab import lifecycle, network
-from benchmarks.netlab.hosts import Lab, Record, enter
+from benchmarks.netlab.hosts import Lab, enter
 from benchmarks.netlab.network import NetlabError
 
 LAUNCHERS = ("horovodrun", "dgcrun")
@@ -89,7 +89,7 @@ def _own(words: Sequence[str]) -> Iterable[str]:
     return itertools.takewhile(lambda word: word.startswith("-") or not shutil.which(word), words)
 
 
-def links(record: Record) -> str:
+def links(record: Lab) -> str:
     """Nominal and measured rate of a lab's links."""
     link = record.link
     nominal = "not shaped" if link.rate == network.UNSHAPED else f"{link.rate} in each direction"

@@ -71,10 +71,22 @@ class Lab:
     Args:
         hosts: how many.
         ranks: that are to run on each.
+        link: what each link is like, by its settings.
+        kept: it has been brought up to stay until somebody takes it down.
+        measured: Mbit/s from the first host to the second, and back; empty if not measured.
     """
 
     hosts: int
     ranks: int = 1
+    link: Link = field(default_factory=Link)
+    kept: bool = False
+    measured: tuple[float, ...] = ()
+
+    def write(self) -> None:
+        """Keep it in a file; there is none before all of the lab is up."""
+        new = RECORD.with_suffix(".new")
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(RECORD)
 
     @property
     def names(self) -> list[str]:
@@ -186,34 +198,12 @@ class Lab:
                 process.kill()
 
 
-@dataclass(frozen=True)
-class Record(Lab):
-    """A lab that is up, as it is kept in a file.
-
-    Args:
-        hosts, ranks: see `Lab`.
-        link: what each link is like, by its settings.
-        kept: it has been brought up to stay until somebody takes it down.
-        measured: Mbit/s from the first host to the second, and back; empty if not measured.
-    """
-
-    link: Link = field(default_factory=Link)
-    kept: bool = False
-    measured: tuple[float, ...] = ()
-
-    def write(self) -> None:
-        """Keep it; there is none before all of the lab is up."""
-        new = RECORD.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self)))
-        new.replace(RECORD)
-
-
-def read() -> Record | None:
+def read() -> Lab | None:
     """The lab that is up, if one is."""
     if not RECORD.exists():
         return None
     found = json.loads(RECORD.read_text())
-    return Record(**{**found, "link": Link(**found["link"])})
+    return Lab(**{**found, "link": Link(**found["link"])})
 
 
 def _heard(process: subprocess.Popen[str]) -> str:

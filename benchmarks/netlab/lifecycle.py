@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from benchmarks.netlab import hosts as state
 from benchmarks.netlab import network
-from benchmarks.netlab.hosts import Lab, Record, hostname
+from benchmarks.netlab.hosts import Lab, hostname
 from benchmarks.netlab.network import Link, NetlabError, address, call, namespace
 from benchmarks.report import ROOT
 
@@ -51,7 +51,7 @@ def lab(
         NetlabError: it cannot be brought up here, or another one is up.
     """
     with state.reserve():
-        record = Record(hosts, ranks, Link(rate, delay, loss))
+        record = Lab(hosts, ranks, Link(rate, delay, loss))
         servers = _up(record)
         try:
             yield record
@@ -61,10 +61,10 @@ def lab(
                 server.wait()
 
 
-def keep(hosts: int, link: Link, ranks: int) -> Record:
+def keep(hosts: int, link: Link, ranks: int) -> Lab:
     """Bring a lab up that stays, and measure the link between its first two hosts; see `lab`."""
     with state.reserve():
-        record = Record(hosts, ranks, link, kept=True)
+        record = Lab(hosts, ranks, link, kept=True)
         _up(record)
         try:
             streams = [(1, 2), (2, 1)] if hosts > 1 else []
@@ -76,7 +76,7 @@ def keep(hosts: int, link: Link, ranks: int) -> Record:
         return record
 
 
-def _up(record: Record) -> list[subprocess.Popen[str]]:
+def _up(record: Lab) -> list[subprocess.Popen[str]]:
     """Bring a lab up, in the place of what a process that was killed has left; the ssh servers."""
     if not 1 <= record.hosts <= network.MOST_HOSTS:
         raise NetlabError(f"a lab has from 1 to {network.MOST_HOSTS} hosts, not {record.hosts}")

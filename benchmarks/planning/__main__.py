@@ -34,7 +34,7 @@ def errors(method: str, workers: int, node_size: int) -> list[float]:
     return found
 
 
-def cell(workers: int, node_size: int) -> dict[str, Any]:
+def cell(workers: int, node_size: int) -> list[dict[str, Any]]:
     """A row for each method between so many workers."""
     rows = []
     for method in METHODS:
@@ -43,7 +43,7 @@ def cell(workers: int, node_size: int) -> dict[str, Any]:
             worst, middle = max(found, key=abs), statistics.median(map(abs, found))
             place = {"workers": workers, "node_size": node_size, "method": method, "points": len(found)}
             rows.append({**place, "median": round(middle, 5), "worst": round(worst, 5)})
-    return {"rows": rows}
+    return rows
 
 
 def measure(options: argparse.Namespace) -> None:

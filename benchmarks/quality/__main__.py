@@ -31,50 +31,39 @@ import os
 from dataclasses import replace
 
 from benchmarks.command import Benchmark, argument
-from benchmarks.quality import page, runs, selection, tables
+from benchmarks.quality import runs, selection, tables
 from benchmarks.quality.training import Run
 from benchmarks.report import read_results
 
 STUDIES = (*runs.STUDIES, "selection")
-QUICK_LENGTH = 0.02
+SEEDS, QUICK_LENGTH = (0, 1, 2), 0.02
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Do what is not kept yet of the studies."""
-    if options.processes < 1:
-        raise SystemExit(f"benchmarks.quality: --processes must be 1 or more, got {options.processes}")
+    """Do what is not kept yet of the studies; to be quick a few steps of each kind."""
+    if options.quick:
+        plan = [Run("lstm", name, 2, length=QUICK_LENGTH) for name in ("dense", "+ residual (TopK-SGD)", "dgc")]
+        runs.complete([*plan, replace(plan[-1], real=True)], options.file, processes=1)
+        return
     studies = STUDIES if "all" in options.studies else options.studies
-    plans = [options.plan] if options.quick else [runs.STUDIES[n](options.seeds) for n in studies if n in runs.STUDIES]
-    runs.complete(itertools.chain(*plans), options.file, options.processes)
-    if "selection" in studies and not options.quick:
-        selection.complete(selection.beside(options.file))
-
-
-def quick(options: argparse.Namespace) -> None:
-    """A few steps of each kind."""
-    plan = [Run("lstm", variant, 2, length=QUICK_LENGTH) for variant in ("dense", "+ residual (TopK-SGD)", "dgc")]
-    options.plan, options.processes = [*plan, replace(plan[-1], real=True)], 1
-    print(f"{page.vectors(selection.vectors(draws=1))}\n")
-    found = selection.gradients("images", "+ residual (TopK-SGD)", steps=9)
-    print(f"{page.gradients({'images, TopK-SGD': found})}\n")
+    plans = (runs.STUDIES[name](SEEDS) for name in studies if name in runs.STUDIES)
+    runs.complete(itertools.chain(*plans), options.file, os.cpu_count() or 1)
+    if "selection" in studies:
+        selection.complete(options.file)
 
 
 def table(options: argparse.Namespace) -> str:
     """Every run that is kept, and how many are of other settings than today's."""
     kept = runs.load(options.file)
-    others = len(read_results(options.file)["runs"]) - len(kept)
+    others = len(read_results(options.file)) - len(kept)
     said = f"\n\n{others} more runs are of other settings than today's: they are left out." if others else ""
     return tables.every_run(kept) + said
 
 
 COMMAND = Benchmark(
     "quality", __doc__ or "", measure, table, runs.KEPT,
-    (
-        argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all", metavar="STUDY", help="see below"),
-        argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="of the runs"),
-        argument("--processes", type=int, default=os.cpu_count(), metavar="P", help="simulated runs at a time"),
-    ),
-    quick,
+    (argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all", metavar="STUDY", help="see below"),),
+    quick=True,
 )  # fmt: skip
 
 if __name__ == "__main__":

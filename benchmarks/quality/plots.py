@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.quality import analysis
-from benchmarks.quality.analysis import Outcome
+from benchmarks.quality import tables
 from benchmarks.quality.runs import LENGTHS, LONGER, WORKERS
-from benchmarks.quality.selection import BINS, WIDEST
-from benchmarks.quality.tables import COUNTED, GOALS
+from benchmarks.quality.selection import BINS, TRAINED, VECTORS, WIDEST
+from benchmarks.quality.tables import COUNTED, GOALS, Outcome
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.variants import ABLATION, CHOICES, WITHOUT
 from benchmarks.report import IMAGES, label, mean_and_deviation, save_figure
@@ -32,7 +31,7 @@ COLOURS = {
 _CURVES = ("dense", "top-k, no residual", "+ residual (TopK-SGD)", "dgc", "dgc, rule=gaussian")
 
 
-def draw(found: Sequence[Outcome], kept: dict[str, Any]) -> None:
+def draw(found: Sequence[Outcome], kept: Mapping[str, Any]) -> None:
     """All of them.
 
     Args:
@@ -45,9 +44,9 @@ def draw(found: Sequence[Outcome], kept: dict[str, Any]) -> None:
     curves([each for each in short if each.run.workers == 4], IMAGES / "quality_curves.svg")
     longer(simulated, IMAGES / "quality_longer.svg")
     counts(short, IMAGES / "quality_counts.svg")
-    remainders(kept["vectors"], IMAGES / "quality_remainders.svg")
-    histograms(kept["gradients"], "images", IMAGES / "quality_histograms_images.png")
-    histograms(kept["gradients"], "lstm", IMAGES / "quality_histograms_lstm.png")
+    remainders(kept[VECTORS]["rows"], IMAGES / "quality_remainders.svg")
+    histograms(kept, "images", IMAGES / "quality_histograms_images.png")
+    histograms(kept, "lstm", IMAGES / "quality_histograms_lstm.png")
 
 
 def gaps(found: Sequence[Outcome], file: Path) -> None:
@@ -55,7 +54,7 @@ def gaps(found: Sequence[Outcome], file: Path) -> None:
     names = [name for name in (*ABLATION, *WITHOUT, *CHOICES) if name != "dense"]
     figure, panels = make_panels(len(TASKS), width=3.6, height=7, sharey=True)
     for axes, task in zip(panels[0], TASKS, strict=True):
-        rows = {(row.run.variant, row.run.workers): row for row in analysis.rows(found, task=task)}
+        rows = {(row.run.variant, row.run.workers): row for row in tables.rows_of(found, task=task)}
         for workers, colour, shift in zip(WORKERS, ("#0072b2", "#e69f00"), (-0.15, 0.15), strict=True):
             points = []
             for place, name in enumerate(names):
@@ -109,7 +108,7 @@ def longer(found: Sequence[Outcome], file: Path) -> None:
         for workers, line in zip(WORKERS, ("-", "--"), strict=True):
             for variant in LONGER[1:]:
                 rows = {
-                    row.run.length: row for row in analysis.rows(found, task=task, workers=workers, variant=variant)
+                    row.run.length: row for row in tables.rows_of(found, task=task, workers=workers, variant=variant)
                 }
                 gaps = [(length, goal.gap(rows[length])) for length in LENGTHS if length in rows]
                 points = [(length, *mean_and_deviation(gap)) for length, gap in gaps if all(map(math.isfinite, gap))]
@@ -171,9 +170,9 @@ def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
     save_figure(figure, file)
 
 
-def histograms(kept: dict[str, list[dict[str, Any]]], task: str, file: Path) -> None:
+def histograms(kept: Mapping[str, Any], task: str, file: Path) -> None:
     """Of what is selected from, a column a matrix and a row a way to train, over a run; a Gaussian is dotted."""
-    mine = {name.removeprefix(f"{task}, "): rows for name, rows in kept.items() if name.startswith(f"{task}, ")}
+    mine = {variant: kept[f"{task}, {variant}"]["rows"] for variant in TRAINED}
     tensors = list(dict.fromkeys(row["tensor"] for rows in mine.values() for row in rows))
     figure, panels = make_panels(len(tensors), len(mine), width=3.0, height=2.3, sharex=True, sharey=True)
     edges = np.linspace(-WIDEST, WIDEST, BINS + 1)

@@ -6,20 +6,17 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.quality import variants as all_of
-from benchmarks.quality.optimizers import OTHERS
 from benchmarks.quality.tasks import ALL_TASKS, TASKS, digest
 from benchmarks.quality.training import Run, train
-from benchmarks.quality.variants import ADAM_DENSE, BETAS, EXCHANGES, VARIANTS
+from benchmarks.quality.variants import ADAM_DENSE, EXCHANGES, VARIANTS, Variant
 from benchmarks.ranks import launch
-from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
+from benchmarks.report import RESULTS, read_results
 
 KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
@@ -35,9 +32,9 @@ _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 # settings of the compression that change no weight
 _NOT_LEARNING = (
     "check_every", "on_mismatch", "on_nonfinite", "max_skipped", "exchange", "node_size", "max_bytes_per_step",
-    "local_steps", "local_decay", "outer_rate", "outer_momentum", "offload",  # where there are none
-    "automatic", "total_steps",  # there is nothing to choose in a simulation
+    "offload", "automatic", "total_steps",  # there is nothing to choose in a simulation
 )  # fmt: skip
+_IN_CONFIG = ("fields", "received")  # of a variant: its compression says what they bring
 _LAUNCH_SECONDS, _STEP_SECONDS = 120, 3  # far more than any takes; then it is killed
 Results = dict[str, dict[str, Any]]  # by key of the run
 
@@ -174,38 +171,23 @@ STUDIES = {
 
 def load(file: Path = KEPT) -> Results:
     """The results of runs as they would be done today."""
-    kept = read_results(file).get("runs", {})
-    return {key: found for key, found in kept.items() if found["settings"] == settings(Run(**found["run"]))}
+    return {key: found for key, found in read_results(file).items() if _is_todays(found)}
+
+
+def _is_todays(found: Mapping[str, Any]) -> bool:
+    run = Run(**found["run"])
+    return run.task in ALL_TASKS and run.variant in VARIANTS and found["settings"] == settings(run)
 
 
 def settings(run: Run) -> str:
     """Hash of a run's settings, of its task and its variant: results of others are not its own."""
-    if run.task not in ALL_TASKS or run.variant not in VARIANTS:
-        return "none"
     task, variant = ALL_TASKS[run.task].settings, VARIANTS[run.variant]
     config = variant.config(task, run.workers)
-    given = {} if config is None else vars(config)
-    fields = sorted((name, value) for name, value in given.items() if name not in _NOT_LEARNING)
-    others = variant.clips, variant.forgets, variant.masks_below, variant.optimizer, variant.rate
-    if variant in EXCHANGES.values():
-        others = (*others, variant.node_size, variant.shard_density)
-    if config is not None and config.local_steps is not None:
-        others = (*others, config.local_steps, config.local_decay, config.outer_rate, config.outer_momentum)
-        others = (*others, "after", variant.dense_steps) if variant.dense_steps else others
-    if variant.optimizer == "adamw":
-        others = (*others, variant.betas) if variant.betas != BETAS else others
-        splits = config is not None and config.momentum_correction and config.local_steps is None
-        others = (*others, "shared second moment") if splits else others
-        others = (*others, "fades as the rate rises") if splits and task.ramp else others
-    if variant.optimizer in OTHERS:
-        others = (*others, variant.momentum)
-    if run.task not in TASKS:
-        others = (*others, task.adamw_lr, task.ramp, digest())
-    if variant.dense_steps and config is not None and config.local_steps is None:
-        others = (*others, "dense", variant.dense_steps)
-    if variant.power_sgd:
-        others = (*others, variant.power_sgd, variant.dense_steps)
-    return hashlib.sha256(repr((task, fields, *others)).encode()).hexdigest()[:12]
+    fields = {} if config is None else {name: x for name, x in vars(config).items() if name not in _NOT_LEARNING}
+    # those at their default are left out, so that one more changes no hash
+    others = {name: x for name, x in vars(variant).items() if name not in _IN_CONFIG and x != getattr(Variant, name)}
+    text = "" if run.task in TASKS else digest()
+    return hashlib.sha256(repr((task, sorted(fields.items()), others, text)).encode()).hexdigest()[:12]
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
@@ -221,43 +203,15 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
         BrokenProcessPool: a process was killed.
         LaunchError: real ranks failed or took too long; nothing of them is left running.
     """
-    from tqdm import tqdm
-
-    kept = read_results(file) or {"environment": environment(), "runs": {}}
-    check_machine(file, [kept["environment"]])
-    left = [run for run in dict.fromkeys(plan) if kept["runs"].get(run.key, {}).get("settings") != settings(run)]
-    left.sort(key=lambda run: run.steps * run.workers, reverse=True)  # the longest first: no processor waits at the end
-    with tqdm(total=sum(run.steps for run in left), unit="step", unit_scale=True, ncols=100) as bar:
-
-        def keep(run: Run, found: dict[str, Any]) -> None:
-            kept["runs"][run.key] = {"run": dataclasses.asdict(run), "settings": settings(run), **found}
-            write_results(file, {**kept, "runs": dict(sorted(kept["runs"].items()))})
-            bar.set_description(run.key, refresh=False)
-            bar.update(run.steps)
-
-        with pool(processes) as workers:
-            futures = {workers.submit(train, run): run for run in left if not run.real}
-            for future in as_completed(futures):
-                keep(futures[future], future.result())
-        for run in left:
-            if run.real:
-                keep(run, _launch(run))
+    longest_first = sorted(dict.fromkeys(plan), key=lambda run: run.steps * run.workers, reverse=True)
+    older = [key for key, found in read_results(file).items() if not _is_todays(found)]
+    for real in (False, True):
+        cells = {run.key: functools.partial(done, run) for run in longest_first if run.real is real}
+        report.complete(file, cells, again=older, processes=0 if real else processes)
 
 
-def _launch(run: Run) -> dict[str, Any]:
-    """Do a run on Horovod's ranks; what `train` gives on rank 0."""
-    seconds = _LAUNCH_SECONDS + _STEP_SECONDS * run.steps
-    found = launch("benchmarks.quality.worker:rank", dataclasses.asdict(run), run.workers, None, seconds)[0]
-    return found  # type: ignore[no-any-return]
-
-
-@contextmanager
-def pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """So many processes with an interpreter of their own; after an exception, an interrupt too, nothing goes on."""
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as made:
-        try:
-            yield made
-        except BaseException:
-            for child in multiprocessing.active_children():  # the pool itself would finish what is in its queue
-                child.kill()
-            raise
+def done(run: Run) -> dict[str, Any]:
+    """Do a run, on Horovod's ranks or on simulated ones: what `train` gives, with all that it is of."""
+    order, seconds = dataclasses.asdict(run), _LAUNCH_SECONDS + _STEP_SECONDS * run.steps
+    launched = run.real and launch("benchmarks.quality.worker:rank", order, run.workers, None, seconds)[0]
+    return {"run": order, "settings": settings(run), **(launched or train(run))}

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from benchmarks import report
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from benchmarks.report import RESULTS, check_machine, environment, read_results, write_results
+from benchmarks.report import RESULTS
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import count_for
@@ -27,12 +28,14 @@ from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
 
-KEPT = RESULTS / "quality-selection.json"
-NUMEL, VECTORS = 100_000, 5
+KEPT = RESULTS / "quality-selection.json.xz"
+VECTORS = "vectors"  # their key in the file of results
+NUMEL, DRAWS = 100_000, 5
 COUNTS = (10, 100, 1_000, 5_000, 10_000, 20_000, 40_000, 60_000, 80_000, 95_000)
 RULES = ("exact", "gaussian", "sampled", "random")
 TASKS_LOOKED_AT = ("images", "lstm")
 TRAINED = ("dense", "+ residual (TopK-SGD)", "+ warm-up (DGC)")
+GRADIENTS = {", ".join(which): which for which in itertools.product(TASKS_LOOKED_AT, TRAINED)}
 MOMENTS = (0.0, 0.02, 0.1, 0.5, 1.0)  # of a run, at which is looked
 BINS, WIDEST = 80, 8.0  # of a histogram, in standard deviations to each side
 
@@ -47,26 +50,23 @@ def selected(x: np.ndarray, density: float, rule: str) -> tuple[int, float]:
     return count, float(np.sum(left**2) / np.sum(x.astype(np.float64) ** 2))
 
 
-def vectors(draws: int = VECTORS) -> list[dict[str, Any]]:
+def vectors() -> list[dict[str, Any]]:
     """The mean remainder of each rule on standard normal vectors, a row a k."""
-    normal = [np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32) for seed in range(draws)]
+    normal = [np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32) for seed in range(DRAWS)]
     rows = []
-    for k in tqdm(COUNTS, desc="vectors", unit="k", ncols=100):
+    for k in COUNTS:
         left = {rule: float(np.mean([selected(x, k / NUMEL, rule)[1] for x in normal])) for rule in RULES}
         rows.append({"k": k, "numel": NUMEL, **left})
     return rows
 
 
-def gradients(
-    task: str, variant: str, steps: int | None = None, moments: Sequence[float] = MOMENTS
-) -> list[dict[str, Any]]:
+def gradients(task: str, variant: str, moments: Sequence[float] = MOMENTS) -> list[dict[str, Any]]:
     """The vectors that rank 0 selects from: each matrix at some moments of a run.
 
     That is the gradient with the residual (for DGC the sum of momenta), and for dense training the gradient alone.
 
     Args:
         task, variant: of the run, of four ranks.
-        steps: where it ends early.
         moments: when to look, in the run.
 
     Returns:
@@ -74,8 +74,7 @@ def gradients(
         deviations, ``remainder`` of top-k; by rule ``counts`` in k, and ``mass``: the squares it takes, in top-k's.
     """
     run, rows = Run(task, variant), []
-    last = (steps or run.steps) - 1
-    looked_at = {round(moment * last) + 1 for moment in moments}
+    looked_at = {round(moment * (run.steps - 1)) + 1 for moment in moments}
 
     def watch(ranks: Any, step: int, _: float) -> None:
         if step in looked_at:
@@ -83,7 +82,7 @@ def gradients(
             described = ((name, _described(x, TASKS[task].settings.density)) for name, x in found.items())
             rows.extend({"step": step, "tensor": name, **figures} for name, figures in described)
 
-    train(run, steps=steps, points=1, watch=watch)
+    train(run, points=1, watch=watch)
     return rows
 
 
@@ -116,28 +115,12 @@ def _described(x: np.ndarray, density: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def load(file: Path = KEPT) -> dict[str, Any]:
-    """The results kept: ``vectors``, and ``gradients`` by task and variant."""
-    return read_results(file) or {"environment": environment(), "vectors": [], "gradients": {}}
-
-
-def beside(runs: Path) -> Path:
-    """The file of this study that goes with a file of runs."""
-    return runs.with_name(f"{runs.name.removesuffix('.xz').removesuffix('.json')}-selection.json")
-
-
-def complete(file: Path = KEPT) -> None:
-    """Do what is not kept yet.
+def complete(runs: Path) -> None:
+    """Do what the file of this study that goes with a file of runs does not have.
 
     Raises:
         OtherMachine: the file is of another machine or of other versions.
     """
-    kept = load(file)
-    check_machine(file, [kept["environment"]])
-    if not kept["vectors"]:
-        kept["vectors"] = vectors()
-        write_results(file, kept)
-    left = [name for name in itertools.product(TASKS_LOOKED_AT, TRAINED) if ", ".join(name) not in kept["gradients"]]
-    for task, variant in tqdm(left, desc="gradients", unit="run", ncols=100):
-        kept["gradients"][f"{task}, {variant}"] = gradients(task, variant)
-        write_results(file, kept)
+    cells = {name: partial(gradients, *which) for name, which in GRADIENTS.items()}
+    file = runs.with_name(f"{runs.name.split('.')[0]}-selection.json.xz")
+    report.complete(file, {VECTORS: vectors, **cells})

@@ -225,17 +225,16 @@ class LocalRanks:
     """
 
     def __init__(self, task: Task, variant: Variant, workers: int, config: DGCConfig) -> None:
-        self._board = Board()
-        models = [task.model, *(copy.deepcopy(task.model) for _ in range(workers - 1))]
-        self._weights = [[p.data for p in each.parameters()] for each in models]
-        self._parameters = [list(each.parameters()) for each in models]
-        self._inner = [variant.make_optimizer(each, task.settings) for each in models]
+        self._task, self._board = task, Board()
+        self._models = [task.model, *(copy.deepcopy(task.model) for _ in range(workers - 1))]
+        self._parameters = [list(each.parameters()) for each in self._models]
+        self._inner = [variant.make_optimizer(each, task.settings) for each in self._models]
         self._clip_norm, self._dense_left = task.settings.clip_norm, variant.dense_steps
         self._limit = None if self._clip_norm is None else self._clip_norm * math.sqrt(workers)
         self.optimizer: Any = SimpleNamespace(param_groups=[g for inner in self._inner for g in inner.param_groups])
         self._rounds = [
             LocalRounds(_exchange(each, config, rank, workers, self._board, GradientExchange), config)
-            for rank, each in enumerate(models)
+            for rank, each in enumerate(self._models)
         ]
         self.exchange = self._rounds[0].exchange
 
@@ -246,7 +245,7 @@ class LocalRanks:
         losses, is_full = [], False
         for rank, (rounds, inner) in enumerate(zip(self._rounds, self._inner, strict=True)):
             rounds.begin_step()
-            losses.append(self._gradients(rank, loss_of))
+            losses.append(self._backward(rank, loss_of))
             if self._limit is not None:
                 nn.utils.clip_grad_norm_(self._parameters[rank], self._limit)
             inner.step()
@@ -258,38 +257,25 @@ class LocalRanks:
                 rounds.exchange.share_second()  # before any rank waits
             for rounds in self._rounds:
                 rounds.receive()
-        self._lend(0)
         return sum(losses) / len(losses)
 
     def _dense_step(self, loss_of: LossOf) -> float:
         self._dense_left -= 1
-        losses, gradients = [], []
-        for rank in range(len(self._inner)):
-            losses.append(self._gradients(rank, loss_of))
-            gradients.append([p.grad for p in self._parameters[rank]])  # those of rank 0 are the next one's afterwards
+        losses = [self._backward(rank, loss_of) for rank in range(len(self._inner))]
+        gradients = [[p.grad for p in parameters] for parameters in self._parameters]
         means = [torch.stack(each).mean(0) for each in zip(*gradients, strict=True)]
-        for rank, inner in enumerate(self._inner):
-            for p, mean in zip(self._parameters[rank], means, strict=True):
+        for parameters, inner in zip(self._parameters, self._inner, strict=True):
+            for p, mean in zip(parameters, means, strict=True):
                 p.grad = mean.clone()
             if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._parameters[rank], self._clip_norm)
+                nn.utils.clip_grad_norm_(parameters, self._clip_norm)
             inner.step()
-        self._lend(0)
         return sum(losses) / len(losses)
 
-    def _gradients(self, rank: int, loss_of: LossOf) -> float:
-        self._lend(rank)
-        for p in self._parameters[0]:
-            p.grad = None
+    def _backward(self, rank: int, loss_of: LossOf) -> float:
+        self._task.model = self._models[rank]
+        self._inner[rank].zero_grad()
         loss = loss_of(rank)
         loss.backward()
-        gradients = [p.grad for p in self._parameters[0]]
-        self._lend(0)
-        for p, gradient in zip(self._parameters[rank], gradients, strict=True):
-            p.grad = gradient
+        self._task.model = self._models[0]
         return loss.item()
-
-    def _lend(self, rank: int) -> None:
-        """Let the model compute with the weights of a rank."""
-        for p, weights in zip(self._parameters[0], self._weights[rank], strict=True):
-            p.data = weights

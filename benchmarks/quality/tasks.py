@@ -13,7 +13,7 @@ import hashlib
 import lzma
 import sysconfig
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -123,8 +123,8 @@ class Settings:
     clip_norm: float | None
     density: float
     stage: int
-    adamw_lr: float = field(default=0.003, repr=False)
-    ramp: int = field(default=0, repr=False)
+    adamw_lr: float = 0.003
+    ramp: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,60 +8,67 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
-from benchmarks.command import Benchmark, argument
+from benchmarks.command import Benchmark
 from benchmarks.netlab import unavailable
 from benchmarks.ranks import HERE, hosts_at, launch
-from benchmarks.report import check_machine, environment, write_results
-from benchmarks.training import analysis, runs
-from benchmarks.training.runs import HOSTS, KEPT, Launch, load
-from benchmarks.training.tasks import STUDIED
+from benchmarks.report import RESULTS, complete, read_results
+from benchmarks.training import analysis, tasks
+from benchmarks.training.tasks import COMPRESSED, FAST, NO_OP, SLOW, STOCK, TASKS, whole_steps
 
+FILE, SEEDS = RESULTS / "training.json.xz", (0, 1, 2)
 LAUNCH_SECONDS, STEP_SECONDS = 90, 4  # far more than any takes; then it is killed
 
 
+class Launch(NamedTuple):
+    """One horovodrun: runs by name, with their numbers of steps, for a task, so many hosts, a rate and a seed.
+
+    One after the other, so that all of them meet the machine in the same state and its start is paid for once.
+    """
+
+    task: str
+    hosts: int
+    rate: str
+    seed: int
+    methods: dict[str, int]
+
+
+def plan() -> Iterator[Launch]:
+    """Every launch of the study."""
+    for count, rate, task, seed in itertools.product(tasks.HOSTS, (FAST, SLOW), tasks.STUDIED, SEEDS):
+        whole = {method: whole_steps(TASKS[task], method) for method in (NO_OP, *STOCK, *COMPRESSED)}
+        methods = {name: whole[name] for name in (whole if rate == FAST else COMPRESSED)}
+        if rate == SLOW and seed == min(SEEDS):  # a step takes as long whatever the seed
+            methods.update((f"{method}{tasks.FIRST}", tasks.FIRST_STEPS) for method in STOCK)
+            if (task, count) == ("lstm", 2):  # the one whole run that shows that steps x time per step is the clock's
+                methods["dense"] = whole["dense"]
+        yield Launch(task, count, rate, seed, methods)
+
+
+def figures(which: Launch) -> dict[str, Any]:
+    """The throughput of the link, and the runs of a launch by name."""
+    with hosts_at(which.hosts, which.rate) as hosts:
+        link = round(hosts.one_way()) if hosts else None
+        seconds = LAUNCH_SECONDS + STEP_SECONDS * sum(which.methods.values())
+        found = launch("benchmarks.training.tasks:rank", which._asdict(), which.hosts, hosts, seconds)[0]
+    return {"link_mbit": link, "runs": found}
+
+
 def measure(options: argparse.Namespace) -> None:
-    """Run what is not kept yet, all launches for one lab on one lab."""
-    from tqdm import tqdm
-
-    study = load(options.file)
-    check_machine(options.file, [study["environment"]] if study["runs"] else [])
-    launches = options.launches or runs.plan(options.seeds, options.tasks, options.hosts)
-    left = [found for each in launches if (found := each.missing(study["runs"]))]
-    with tqdm(total=len(left), unit="launch", ncols=100) as bar:
-        for (count, rate), group in itertools.groupby(left, lambda each: (each.hosts, each.rate)):
-            with hosts_at(count, rate) as hosts:
-                if hosts and f"{count} hosts, {rate}" not in study["links"]:
-                    study["links"][f"{count} hosts, {rate}"] = round(hosts.one_way())
-                for each in group:
-                    bar.set_description(f"{each.task}, {count} hosts, {rate}, seed {each.seed}")
-                    seconds = LAUNCH_SECONDS + STEP_SECONDS * sum(steps for _, steps in each.methods)
-                    order = {"task": each.task, "seed": each.seed, "methods": each.methods}
-                    found = launch("benchmarks.training.worker:rank", order, count, hosts, seconds)[0]
-                    keys = [each.key(*run) for run in each.methods]
-                    study["runs"].update(zip(keys, found, strict=True))
-                    study["runs"] = dict(sorted(study["runs"].items()))
-                    write_results(options.file, {**study, "environment": environment()})
-                    bar.update()
-
-
-def quick(options: argparse.Namespace) -> None:
-    """One launch of a narrow model, on a lab or without one where none can be brought up."""
-    if reason := unavailable():
-        print(f"No shaped links here ({reason}): two ranks on this machine.")
-    options.launches = [Launch.quick(HERE if reason else runs.FAST)]
+    """Every launch that is not kept yet; to be quick one of a narrow model, without a lab where none can be had."""
+    launches = plan()
+    if options.quick:
+        methods = {name: whole_steps(TASKS["smoke"], name) for name in (NO_OP, "dense", "dgc")}
+        launches = iter([Launch("smoke", 2, HERE if unavailable() else FAST, 0, methods)])
+    complete(options.file, {", ".join(map(str, each[:4])): partial(figures, each) for each in launches})
 
 
 COMMAND = Benchmark(
-    "training", __doc__ or "", measure, lambda options: analysis.study(load(options.file)), KEPT,
-    (
-        argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S", help="of the runs"),
-        argument("--tasks", nargs="+", choices=STUDIED, default=STUDIED, help="what is trained"),
-        argument("--hosts", type=int, nargs="+", choices=HOSTS, default=HOSTS, help="numbers of hosts"),
-        lambda parser: parser.set_defaults(launches=()),
-    ),
-    quick,
-)  # fmt: skip
+    "training", __doc__ or "", measure, lambda options: analysis.study(read_results(options.file)), FILE, quick=True
+)
 
 if __name__ == "__main__":
     COMMAND.main()

@@ -15,15 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.exchange.tables import NAMES, STYLES
 from benchmarks.report import label, markdown, panels, save_figure, spread
-from benchmarks.training.runs import FAST, FIRST_STEPS, SLOW, Study, key
-from benchmarks.training.tasks import COMPRESSED, NO_OP, STOCK, STUDIED, TASKS
+from benchmarks.training.tasks import COMPRESSED, FAST, FIRST, NO_OP, SLOW, STOCK, STUDIED, TASKS
 
 BARS = {FAST: 3.0, SLOW: 10.0}  # how many times sooner than dense a compressed run must reach the target
 SHARE_OF_CAP = 0.8  # or so much of what no exchange at all would gain, where that is less
@@ -55,45 +54,44 @@ def _whole_rate(rate: str, method: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The runs of a task on so many hosts at a rate, of the seeds with a whole dense run."""
+    """The launches of a task on so many hosts at a rate, of the seeds with a whole dense run."""
 
-    runs: Runs
+    kept: Mapping[str, Any]
     task: str
     hosts: int
     rate: str
     seeds: Sequence[int]
 
-    def _key(self, method: str, seed: int) -> str:
-        return key(self.task, self.hosts, _whole_rate(self.rate, method), method, seed)
+    def _whole(self, method: str, seed: int) -> Any:
+        """The whole run, if there is one."""
+        return runs_of(self.kept, self.task, self.hosts, _whole_rate(self.rate, method), seed).get(method)
 
-    def _timed(self, method: str, seed: int) -> list[str]:
-        """The runs in which a step may have been timed, that of the first steps before the whole one."""
-        names = [key(self.task, self.hosts, self.rate, method, seed, steps) for steps in (FIRST_STEPS, None)]
-        return [name for name in names if name in self.runs]
+    def _timed(self, method: str, seed: int) -> Any:
+        """The run in which steps were timed, if there is one: that of the first steps before the whole one."""
+        runs = runs_of(self.kept, self.task, self.hosts, self.rate, seed)
+        return runs.get(f"{method}{FIRST}", runs.get(method))
 
     def methods(self) -> list[str]:
         """Those that all seeds have been run for."""
         return [
             method
             for method in (*STOCK, *COMPRESSED)
-            if all(self._key(method, seed) in self.runs for seed in self.seeds) and self._timed(method, self.seeds[0])
+            if all(self._whole(method, seed) for seed in self.seeds) and self._timed(method, self.seeds[0])
         ]
 
     def step_ms(self, method: str, seeds: Sequence[int]) -> float:
         """Median time of a step over the seeds, in milliseconds, from the runs of the first steps where there are."""
-        names = [self._key(method, seed) for seed in seeds]
-        if method != NO_OP:
-            names = [found[0] for seed in seeds if (found := self._timed(method, seed))]
-        return statistics.median(time for name in names for time in self.runs[name]["milliseconds"])
+        runs = [(self._whole if method == NO_OP else self._timed)(method, seed) for seed in seeds]
+        return statistics.median(time for run in runs if run for time in run["milliseconds"])
 
     def curve(self, method: str, seed: int) -> Curve:
         """Quality over time of one run; where it is of another link with the computed time, see the module."""
-        steps, clock, quality, _ = zip(*self.runs[self._key(method, seed)]["curve"], strict=True)
+        steps, clock, quality, _ = zip(*self._whole(method, seed)["curve"], strict=True)
         computed = _whole_rate(self.rate, method) != self.rate
         if computed:
             pace = self.step_ms(method, self.seeds[:1]) / 1e3
             clock = tuple(step * pace for step in steps)
-        last, task = self.runs[self._key("dense", seed)]["curve"][-1][2], TASKS[self.task]
+        last, task = self._whole("dense", seed)["curve"][-1][2], TASKS[self.task]
         target = last - task.settings.margin * (1 if task.higher_is_better else -1)
         return Curve(steps, clock, quality, target, computed)
 
@@ -114,7 +112,7 @@ class Place:
         gains = {m: tuple(d / s for (_, d), (_, s) in zip(dense, own, strict=True)) for m, own in found.items()}
         cap = statistics.median(gains[NO_OP])
         for method, reached in found.items():
-            made = [self.runs[self._key(method, seed)] for seed in self.seeds]
+            made = [self._whole(method, seed) for seed in self.seeds]
             ms = self.step_ms(method, self.seeds)
             received, fp32 = (sum(run[name] for run in made) for name in ("received", "received_fp32"))
             computed = method == NO_OP or _whole_rate(self.rate, method) != self.rate
@@ -142,27 +140,32 @@ class Place:
         return f"{bar:.1f}×{capped} {'met' if statistics.median(gain) >= bar else 'MISSED'}"
 
 
-def places(runs: Runs) -> Iterator[Place]:
+def places(kept: Mapping[str, Any]) -> Iterator[Place]:
     """Every place with a whole dense run, in the order of the tables."""
-    split = [name.split(", ") for name in runs]
-    tasks, hosts, rates, seeds = (sorted({parts[column] for parts in split}) for column in (0, 1, 2, 4))
-    numbers = sorted(int(each.removeprefix("seed ")) for each in seeds)
+    split = [name.split(", ") for name in kept]
+    tasks, hosts, rates, numbers = (sorted({parts[column] for parts in split}) for column in range(4))
     for task, count, rate in itertools.product(tasks, hosts, sorted(rates, key=lambda rate: rate != FAST)):
-        whole = Place(runs, task, int(count.split()[0]), rate, numbers)
-        done = [n for n in numbers if whole._key("dense", n) in runs]
-        found = Place(runs, task, whole.hosts, rate, done)
-        if done and found.methods():
+        where = task, int(count), _whole_rate(rate, "dense")
+        seeds = [seed for seed in map(int, numbers) if "dense" in runs_of(kept, *where, seed)]
+        found = Place(kept, task, int(count), rate, seeds)
+        if seeds and found.methods():
             yield found
 
 
-def checks(runs: Runs) -> list[str]:
+def runs_of(kept: Mapping[str, Any], *where: object) -> Runs:
+    """The runs of a launch, by method, and ``FIRST`` where it is of the first steps alone."""
+    return kept.get(", ".join(map(str, where)), {"runs": {}})["runs"]  # type: ignore[no-any-return]
+
+
+def checks(kept: Mapping[str, Any]) -> list[str]:
     """Checks of the figures, in words: of the replicas, of the two links, and of steps times their time.
 
     On the slow link the first losses of a run, and the last weights of a whole one, are those on the fast one.
     """
-    exchanged = [run["replicas"] for name, run in runs.items() if f", {NO_OP}," not in name]
-    pairs = [(name, name.split(", first")[0].replace(SLOW, FAST)) for name in runs if f", {SLOW}, " in name]
-    both = [(runs[slow], runs[fast]) for slow, fast in pairs if fast in runs]
+    exchanged = [run["replicas"] for each in kept.values() for name, run in each["runs"].items() if name != NO_OP]
+    slow = {name: each["runs"] for name, each in kept.items() if f", {SLOW}, " in name}
+    fast = {name: kept[other]["runs"] for name in slow if (other := name.replace(SLOW, FAST)) in kept}
+    both = [(run, fast[name][m.removesuffix(FIRST)]) for name in fast for m, run in slow[name].items()]
     different = [pair for pair in both if not _same(*pair)]
     largest = max((abs(a - b) / abs(b) for pair in different for a, b in _losses(*pair)), default=0.0)
     said = [
@@ -170,10 +173,12 @@ def checks(runs: Runs) -> list[str]:
         f"Same losses on both links, bit for bit: {len(both) - len(different)} of {len(both)} runs; "
         f"of the others the largest difference is {largest:.1%}."
     ]
-    for name, run in runs.items():
-        if f", {SLOW}, dense," in name and (first := runs.get(f"{name}, first {FIRST_STEPS} steps")):
-            ratio = statistics.median(first["milliseconds"]) * len(run["milliseconds"]) / sum(run["milliseconds"])
-            said.append(f"{name}: steps × time of a step is {ratio:.3f} of the clock's")
+    for name, runs in slow.items():
+        if {"dense", f"dense{FIRST}"} <= runs.keys():
+            whole, (task, hosts, rate, seed) = runs["dense"]["milliseconds"], name.split(", ")
+            ratio = statistics.median(runs[f"dense{FIRST}"]["milliseconds"]) * len(whole) / sum(whole)
+            where = f"{task}, {hosts} hosts, {rate}, dense, seed {seed}"
+            said.append(f"{where}: steps × time of a step is {ratio:.3f} of the clock's")
     return said
 
 
@@ -186,15 +191,15 @@ def _same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return all(a == b for a, b in _losses(first, second)) and (not whole or first["digest"] == second["digest"])
 
 
-def study(found: Study) -> str:
+def study(kept: Mapping[str, Any]) -> str:
     """All figures as Markdown, one table a task, number of hosts and rate, and what they rest on."""
     text = []
-    for place in places(found["runs"]):
+    for place in places(kept):
         head = ["", TASKS[place.task].unit, "steps to target", "seconds to target", "gain", "bar", "ms a step"]
         head += ["samples/s", "efficiency", "MB received a step", "less"]
         table = markdown(head, [[row.method, *row.cells] for row in place.rows()])
         text.append(f"### {place.task}, {place.hosts} hosts, {place.rate}\n\n{table}")
-    return "\n\n".join([*text, _footnotes(found)])
+    return "\n\n".join([*text, _footnotes(kept)])
 
 
 def _median(values: Sequence[float], form: str, unit: str = "") -> str:
@@ -208,9 +213,11 @@ def _median(values: Sequence[float], form: str, unit: str = "") -> str:
     return f"{shown(middle)}{unit if math.isfinite(middle) else ''}{ends}"
 
 
-def _footnotes(study: Study) -> str:
+def _footnotes(kept: Mapping[str, Any]) -> str:
     longer = " or ".join(f"{TASKS[name].settings.stretch:g} times as long ({name})" for name in STUDIED)
-    links = "; ".join(f"{name}: {rate} Mbit/s" for name, rate in study["links"].items())
+    rates = {" hosts, ".join(name.split(", ")[1:3]): each["link_mbit"] for name, each in kept.items()}
+    order = sorted(rates, key=lambda place: place.replace(SLOW, "slow"))
+    links = "; ".join(f"{place}: {rates[place]} Mbit/s" for place in order if rates[place])
     lines = [
         "\\* steps × median time of a step, not the clock's. "
         "No-op: dense's steps without any exchange; its gain is the cap. "
@@ -218,17 +225,17 @@ def _footnotes(study: Study) -> str:
         "The target is the last quality of that seed's dense run, less the margin; every method reaches it at its "
         f"first evaluation that is as good. A compressed run's learning-rate schedule is {longer} as the others'.",
         f"Median over seeds and range. Links as measured: {links or 'none, ranks on this machine'}.",
-        *checks(study["runs"]),
+        *checks(kept),
     ]
     return "\n\n".join(lines)
 
 
-def draw(runs: Runs, hosts: int, file: Path) -> None:
+def draw(kept: Mapping[str, Any], hosts: int, file: Path) -> None:
     """Quality over training time, a row a task and a column a rate; a line a seed, dotted the target of the first.
 
     Dashed lines are runs whose seconds are steps times the time of a step, not the clock's.
     """
-    mine = {(place.task, place.rate): place for place in places(runs) if place.hosts == hosts}
+    mine = {(place.task, place.rate): place for place in places(kept) if place.hosts == hosts}
     tasks, rates = (list(dict.fromkeys(column)) for column in zip(*mine, strict=True))
     figure, grid = panels(len(rates), len(tasks), 5.2, 3.2)
     for (task, rate), place in mine.items():

@@ -1,4 +1,4 @@
-"""The two things that are trained: images of digits, and the next token of Python's own sources.
+"""The two things that are trained: images of digits, and the next token of Python's own sources; a rank that does it.
 
 Both are small enough for one core and yet mostly matrices, so that on 1 Gbps Ethernet the exchange is most of a step.
 The settings were chosen on seed 100, before anything was measured, and are the same for all methods, but that a
@@ -10,19 +10,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import math
 import re
 import sysconfig
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import horovod.torch as hvd
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks import connections
 from benchmarks.quality.tasks import RecurrentModel
+from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 
 TEST_IMAGES, TRAIN_COPIES, TEST_COPIES = 500, 16, 4
 NOISE = 0.2  # of pixels that range from 0 to 1
@@ -32,6 +37,11 @@ STOCK = ("dense", "fp16")  # Horovod's own
 COMPRESSED = ("dgc", "gaussian")
 NO_OP = "no-op"  # the same step without any exchange
 NO_OP_STEPS = 60  # time only: they need not learn
+MOMENTUM = 0.9
+EXACT_LOSSES = 20  # so many are kept to the last bit, to be compared with those of another run
+HOSTS, FAST, SLOW = (2, 4), "1gbit", "100mbit"
+FIRST_STEPS = 20  # of the stock methods on the slow link, where the whole run would take minutes
+FIRST = f", first {FIRST_STEPS} steps"  # of the name of such a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,3 +231,111 @@ def whole_steps(task: type[Task], method: str) -> int:
     if method == NO_OP:
         return min(NO_OP_STEPS, task.settings.steps)
     return round(task.settings.steps * (task.settings.stretch if method in COMPRESSED else 1))
+
+
+def learning_rate(warmup: int, steps: int) -> Callable[[int], float]:
+    """Step -> factor of the highest learning rate: a linear rise, then a cosine to 0."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+    return factor
+
+
+def make_optimizer(task: Task, method: str) -> Any:
+    """SGD with momentum, wrapped for the method's exchange; the model's weights are rank 0's."""
+    settings = task.settings
+    optimizer: Any = torch.optim.SGD(task.model.parameters(), lr=settings.lr, momentum=MOMENTUM)
+    hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
+    if method == NO_OP:
+        return optimizer
+    compression = Compression.fp16 if method == "fp16" else Compression.none
+    if method in COMPRESSED:
+        compression = Compression.dgc(
+            density=settings.density,
+            rule="gaussian" if method == "gaussian" else "exact",
+            clip_norm=settings.clip_norm,
+            warmup=WarmupSchedule(steps=settings.density_warmup),
+        )
+    return DistributedOptimizer(optimizer, named_parameters=task.model.named_parameters(), compression=compression)
+
+
+def train_step(task: Task, method: str, optimizer: Any) -> float:
+    """One step as a user's script has it; its loss."""
+    clip_norm = task.settings.clip_norm
+    optimizer.zero_grad()
+    loss = task.loss()
+    loss.backward()
+    if clip_norm is None or method in COMPRESSED:  # these clip on the way
+        optimizer.step()
+    elif method == NO_OP:
+        nn.utils.clip_grad_norm_(task.model.parameters(), clip_norm)
+        optimizer.step()
+    else:
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(task.model.parameters(), clip_norm)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return loss.item()
+
+
+def train(task: Task, method: str, steps: int) -> dict[str, Any]:
+    """The first steps of a run.
+
+    Args:
+        task: what to train.
+        method: what is exchanged.
+        steps: how many steps; the learning-rate schedule has the method's own length all the same.
+
+    Returns:
+        ``milliseconds`` of each step and ``losses`` of the first ones on this rank, ``curve`` of [steps, seconds
+        without evaluations, quality, loss], ``digest`` of the last weights, whether the ``replicas`` have the same,
+        ``batch`` per rank and bytes ``received``, beside those of fp32, on this rank.
+    """
+    settings, optimizer = task.settings, make_optimizer(task, method)
+    factor = learning_rate(settings.lr_warmup, whole_steps(type(task), method))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    times, losses, curve = [], [], []
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        losses.append(train_step(task, method, optimizer))
+        schedule.step()
+        times.append(time.perf_counter() - start)
+        if method != NO_OP and (step % settings.evaluate_every == 0 or step == steps):
+            quality = hvd.allreduce(torch.tensor(task.quality(), dtype=torch.float64), name="quality").item()
+            curve.append([step, round(sum(times), 4), round(quality, 4), round(losses[-1], 4)])
+    weights = digest(task.model.parameters())
+    return {
+        "milliseconds": [round(1e3 * seconds, 2) for seconds in times],
+        "losses": losses[:EXACT_LOSSES],
+        "curve": curve,
+        "digest": weights,
+        "replicas": len(set(hvd.allgather_object(weights))) == 1,
+        "batch": settings.batch,
+        **traffic(task, method, optimizer, steps),
+    }
+
+
+def traffic(task: Task, method: str, optimizer: Any, steps: int) -> dict[str, int]:
+    """Bytes that this rank has received from collectives, and those of fp32 gradients."""
+    if method in COMPRESSED:
+        stats = optimizer.compression_stats()
+        return {"received": int(stats["bytes_received"]), "received_fp32": int(stats["bytes_dense_received"])}
+    # Stock Horovod keeps no count: every gradient is handed over once a step; a ring passes 2(N-1)/N of it on.
+    fp32 = 2 * (task.size - 1) / task.size * 4 * steps * sum(p.numel() for p in task.model.parameters())
+    return {"received": int(fp32 * {"dense": 1.0, "fp16": 0.5, NO_OP: 0.0}[method]), "received_fp32": int(fp32)}
+
+
+def rank(order: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every run of a launch, by name; each has connections of its own."""
+    torch.set_flush_denormal(True)  # a run that diverges would take several times as long
+    connections.start()
+    found = {}
+    for name, steps in order["methods"].items():
+        task = TASKS[order["task"]](hvd.rank(), hvd.size(), order["seed"])  # each starts from the same weights and data
+        found[name] = train(task, name.removesuffix(FIRST), steps)
+        connections.renew()
+    hvd.shutdown()
+    return found

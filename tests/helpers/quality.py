@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.quality.runs import pool
 from benchmarks.quality.training import MakeRanks, Run, simulated, train
+from benchmarks.report import pool
 from benchmarks.training.tasks import digest
 
 STEPS = 80

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.integrations import running
-from benchmarks.integrations.job import BY_VARIABLE
 from benchmarks.integrations.rows import DENSITY, ROWS
+from benchmarks.integrations.running import BY_VARIABLE
 
 pytestmark = pytest.mark.parallel
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from benchmarks import page, report
-from benchmarks.exchange import against, tables, worker
+from benchmarks.exchange import against, tables
 from benchmarks.exchange.__main__ import Cell
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels import speed
 from benchmarks.planning import scaling
 from benchmarks.report import OtherMachine, check_machine
-from benchmarks.shapes import SHAPES, numel
+from benchmarks.shapes import SHAPES, Gradients, numel
 
 PARAMETERS = {
     "resnet50": (161, 25_557_032),
@@ -40,10 +38,9 @@ def test_shapes_are_those_of_the_model(model):
     assert len({name for name, _ in shapes}) == len(shapes)
 
 
-def test_gradients_differ_over_ranks_and_steps_but_not_over_calls(tmp_path):
+def test_gradients_differ_over_ranks_and_steps_but_not_over_calls():
     shapes = [(30, 40), (7,)]
-    worker.write(tmp_path, [math.prod(shape) for shape in shapes])
-    source = worker.Gradients(tmp_path, shapes)
+    source = Gradients(shapes)
     first = source.of(rank=0, step=0)
     assert [tuple(g.shape) for g in first] == shapes
     assert all((a == b).all() for a, b in zip(first, source.of(0, 0), strict=True))
@@ -118,9 +115,10 @@ def test_one_model_measured_on_a_machine_without_avx512(monkeypatch, capsys, tmp
     """It had been a KeyError: its rows were looked up under the instructions of the models before it."""
     rows = [*compressed("vgg16", "AVX-512"), *compressed("resnet50", "AVX2")]
     assert speed.compress_table(rows).count("4.0×") == 4
-    monkeypatch.setattr(speed, "compress", lambda model: compressed(model, "AVX2"))
+    measured = {"compress, resnet50": lambda: compressed("resnet50", "AVX2")}
+    monkeypatch.setitem(kernels.STUDIES, "compress", (measured, speed.compress_table))
     monkeypatch.setattr(report, "environment", lambda: {"processor": "another"})
-    command = ["kernels", "compress", "--models", "resnet50"]
+    command = ["kernels", "compress"]
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit, match=r"of another machine.*--file ANOTHER"):
         kernels.COMMAND.main()
@@ -134,8 +132,7 @@ def test_a_cell_is_of_one_run_and_of_one_machine(tmp_path, monkeypatch):
     here = {"processor": "this", "torch": "2"}
     monkeypatch.setattr(report, "environment", lambda: here)
     report.keep(file, cell.key, {"rows": [row("dense", 2, 900.0), row("dgc", 2, 30.0)]})
-    assert cell.methods(report.read_results(file)) == {"dense", "dgc"}
-    assert not Cell("resnet50", 4, "1gbit", 0.001).methods(report.read_results(file))
+    report.complete(file, {cell.key: lambda: pytest.fail("it is kept already")})
     report.keep(file, cell.key, {"rows": [row("dgc", 2, 31.0)]})
     assert [each["ms"]["p50"] for each in report.read_results(file)[cell.key]["rows"]] == [31.0]
     check_machine(file, [here])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.quality import adamw_tables, analysis, runs, selection, tables
+from benchmarks.quality import page, runs, selection, tables
 from benchmarks.quality.__main__ import COMMAND
 from benchmarks.quality.tasks import ALL_TASKS, TASKS
 from benchmarks.quality.training import Run, is_hopeless, train
@@ -38,7 +38,7 @@ def kept(variant: str, losses: list[float | None], task: str = "lstm", first: in
 
 def test_gaps_are_to_the_dense_run_of_the_same_seed():
     results = {**kept("dense", [1.0, 2.0, 3.0]), **kept("dgc", [1.1, 2.2, None])}
-    (row,) = analysis.rows(analysis.outcomes(results), lambda run: run.variant == "dgc")
+    (row,) = tables.rows_of(tables.outcomes(results), lambda run: run.variant == "dgc")
     assert row.loss_gap == pytest.approx([0.1, 0.2, math.inf])
     assert row.accuracy_gap[:2] == pytest.approx([-1.0, -2.0])
     assert row.diverged == 1
@@ -52,7 +52,7 @@ def test_gaps_are_to_the_dense_run_of_the_same_seed():
 def test_bytes_are_those_of_the_runs_that_ended():
     results = kept("dgc", [1.0, None])
     results["lstm, dgc, N = 4, ×1, seed 1"]["traffic"] = 0.5
-    (row,) = analysis.rows(analysis.outcomes(results), lambda run: True)
+    (row,) = tables.rows_of(tables.outcomes(results), lambda run: True)
     assert row.traffic == 0.01
     assert tables.every_run(kept("dgc", [None])).endswith("| 1 of 1 diverged | 1 of 1 diverged |  |  |  |")
 
@@ -63,7 +63,7 @@ def test_all_columns_of_local_steps_are_of_the_seeds_that_every_run_has():
         **kept("AdamW, averaged every 15", [1.3, 1.5, 1.6], "gpt"),
         **kept("AdamW, local, 15 steps, 6%", [1.5, 1.7], "gpt", first=1),
     }
-    cells = adamw_tables.local_steps(analysis.outcomes(results)).splitlines()[-1].split(" | ")
+    cells = page.local_steps(tables.outcomes(results)).splitlines()[-1].split(" | ")
     averaged, compressed, added = (float(cell.split(" ± ")[0]) for cell in cells[1:4])
     assert (averaged, compressed, added) == pytest.approx((0.4, 0.45, 0.05))
     assert cells[4] == "2"
@@ -77,25 +77,25 @@ def test_compressed_adamw_is_compared_with_the_better_of_both_momenta():
         **kept("AdamW, dgc", [1.3, 1.3], **place),
         **kept("AdamW, dense", [0.5], task="transformer", length=4.0),  # of another study
     }
-    found = analysis.outcomes(results)
+    found = tables.outcomes(results)
     run = Run("transformer", "AdamW, dgc", length=4.0)
-    assert adamw_tables.to_dense(found, run) == pytest.approx([0.3, 0.1])
-    assert adamw_tables.to_dense(found, run, runs.FIRST_DENSE) == pytest.approx([0.3, 0.3])
-    made = adamw_tables.blocks([], found)
+    assert page.to_dense(found, run) == pytest.approx([0.3, 0.1])
+    assert page.to_dense(found, run, runs.FIRST_DENSE) == pytest.approx([0.3, 0.3])
+    made = page.blocks([], found)
     cells = made["adam"].splitlines()[-1].split(" | ")
     assert cells == ["| N = 4, 1,600 steps", "1%", "+0.200 ± 0.141", "+0.300 ± 0.000", "1/100.0", "2 |"]
     assert "| 1% | +0.200 ± 0.141 |" in made["adam-workers"] and "| 1% |  | +0.200 ± 0.141 |" in made["adam-lengths"]
 
 
 def test_a_study_of_adamw_without_a_run_makes_pages_all_the_same(tmp_path):
-    blocks = adamw_tables.blocks([], [])
-    assert blocks["adam"] == blocks["adam-workers"] == blocks["adam-lengths"] == adamw_tables.NOTHING
+    blocks = page.blocks([], [])
+    assert blocks["adam"] == blocks["adam-workers"] == blocks["adam-lengths"] == page.NOTHING
     pytest.importorskip("matplotlib")
     place = {"task": "transformer", "first": runs.ADAM_SEED, "length": 4.0}
     results = {**kept("AdamW, dense", [1.0], **place), **kept("AdamW, dgc", [1.3], **place)}
     drawn = []
-    for found in ([], analysis.outcomes(results)):
-        adamw_tables.draw(found, tmp_path / "plot.svg")
+    for found in ([], tables.outcomes(results)):
+        page.draw_adamw(found, tmp_path / "plot.svg")
         drawn.append((tmp_path / "plot.svg").read_text())
     assert "N = 4" not in drawn[0] and "N = 4" in drawn[1]
 
@@ -130,7 +130,7 @@ def test_runs_of_other_settings_are_counted(tmp_path):
     found = kept("dgc", [1.0, 1.1])
     for each, name in zip(found.values(), (runs.settings(Run("lstm", "dgc")), "older"), strict=True):
         each["settings"] = name
-    report.write_results(file, {"environment": {}, "runs": found})
+    report.write_results(file, found)
     table = COMMAND.table(COMMAND.parser().parse_args(["--file", str(file)]))
     assert table.endswith("1 more runs are of other settings than today's: they are left out.")
 
@@ -145,7 +145,7 @@ def test_a_difference_is_clear_where_the_seeds_agree():
         **kept(steps[4], [3.0, 3.1, 3.0]),
         **kept(steps[5], [3.2, 3.3, 3.2]),
     }
-    verdicts = [step.verdict for step in analysis.differences(analysis.outcomes(results), "lstm")]
+    verdicts = [step.verdict for step in tables.differences(tables.outcomes(results), "lstm")]
     expected = ["as published", "within the noise", "diverges", "as published: does not diverge any more"]
     assert verdicts[:4] == expected
     assert verdicts[4:] == 2 * ["**the other way**"]  # the last one is from residual to masking
@@ -153,8 +153,8 @@ def test_a_difference_is_clear_where_the_seeds_agree():
 
 def test_every_optimizer_is_compared_with_its_own_dense_run():
     kinds = ("Nesterov", "AdamW", "RMSprop", "Adafactor", "Lion", "Muon")
-    assert {analysis.baseline(name) for name in OPTIMIZERS} == {f"{kind}, dense" for kind in kinds}
-    assert analysis.baseline("dgc, values=4bit") == "dense"
+    assert {tables.baseline(name) for name in OPTIMIZERS} == {f"{kind}, dense" for kind in kinds}
+    assert tables.baseline("dgc, values=4bit") == "dense"
 
 
 def test_runs_have_names_of_their_own_and_one_dense_run_each():
@@ -162,7 +162,7 @@ def test_runs_have_names_of_their_own_and_one_dense_run_each():
     assert len({run.key for run in plan}) == len(plan)
     for run in plan:
         assert run.variant in VARIANTS
-        assert dataclasses.replace(run, variant=analysis.baseline(run.variant), real=False) in plan
+        assert dataclasses.replace(run, variant=tables.baseline(run.variant), real=False) in plan
         assert run.batch * run.workers == max(4 * ALL_TASKS[run.task].settings.batch, run.workers)
 
 
@@ -200,13 +200,17 @@ def test_a_study_goes_on_where_it_stopped_and_repeats_what_has_changed(tmp_path,
     class Inline:
         """A pool of this process."""
 
-        def submit(self, function, run):
-            done.append(run.seed)
+        def submit(self, make):
             future = Future()
-            future.set_result({"curve": [[1, 1.0, 0.5]], "diverged": False, "loss": 1.0, "accuracy": 0.5})
+            future.set_result(make())
             return future
 
-    monkeypatch.setattr(runs, "pool", lambda processes: contextlib.nullcontext(Inline()))
+    def trained(run):
+        done.append(run.seed)
+        return {"curve": [[1, 1.0, 0.5]], "diverged": False, "loss": 1.0, "accuracy": 0.5}
+
+    monkeypatch.setattr(report, "pool", lambda processes: contextlib.nullcontext(Inline()))
+    monkeypatch.setattr(runs, "train", trained)
     plan = [Run("lstm", "dgc", seed=seed) for seed in range(4)]
     runs.complete(plan[:2], file, 1)
     runs.complete([*plan, plan[0]], file, 1)
@@ -216,8 +220,7 @@ def test_a_study_goes_on_where_it_stopped_and_repeats_what_has_changed(tmp_path,
     assert runs.load(file) == {}, "results of another warm-up"
     runs.complete(plan[:1], file, 1)
     assert done == [0, 1, 2, 3, 0]
-    for module in (runs, report):
-        monkeypatch.setattr(module, "environment", lambda: {"torch": "another"})
+    monkeypatch.setattr(report, "environment", lambda: {"torch": "another"})
     with pytest.raises(report.OtherMachine):
         runs.complete(plan, file, 1)
 
@@ -228,14 +231,14 @@ def test_what_the_longest_runs_lose_has_the_right_sign():
         **kept("dgc", [1.03, 1.23], length=10.0),
         **kept("topk (TopK-SGD)", [1.5, 1.7], length=10.0),
     }
-    lines = tables.blocks(analysis.outcomes(results))["longer"].splitlines()
+    lines = tables.blocks(tables.outcomes(results))["longer"].splitlines()
     by_variant = {line.split(" | ")[1]: line.split(" | ")[2:] for line in lines[2:]}
     assert by_variant["dense"][:3] == ["", "", "1.100 ± 0.141"]
     assert by_variant["dgc"][:4] == ["", "", "+0.030 ± 0.000", "0.02: MISSED"]
     assert by_variant["topk (TopK-SGD)"][3] == ""
     better = {**kept("dense", [1.0], length=10.0), **kept("dgc", [0.9], length=10.0)}
-    assert "0.02: met" in tables.blocks(analysis.outcomes(better))["longer"]
-    assert "-0.100" in tables.by_length(analysis.outcomes(better))
+    assert "0.02: met" in tables.blocks(tables.outcomes(better))["longer"]
+    assert "-0.100" in tables.by_length(tables.outcomes(better))
 
 
 def test_what_is_kept_is_of_todays_settings():
