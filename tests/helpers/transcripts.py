@@ -1,7 +1,8 @@
 """What a change of the insides must leave as it was, bit for bit: runs, and the hashes of all that they made.
 
-``python -m tests.helpers.transcripts [GROUP...]`` records them anew, and with ``--fixtures`` first the checkpoints that
-are loaded in them.
+``python -m tests.helpers.transcripts [GROUP...]`` records them anew for this kind of machine, and with ``--fixtures``
+first the checkpoints that are loaded in them. Frameworks round differently on different processors: a change is
+compared with the record of a machine on which runs without compression have the same bits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import functools
 import hashlib
 import importlib
 import json
+import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +26,7 @@ from dgc_horovod import WarmupSchedule
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from tests.helpers.on_ranks import on_ranks
 
-FILE = Path(__file__).parents[1] / "parallel" / "transcripts.json"
+FOLDER = Path(__file__).parents[1] / "parallel" / "transcripts"  # a file for each kind of machine
 _SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
 
 # Name -> preset and its fields. From three ranks on nothing may go by allreduce, the order of whose sums is not ours.
@@ -189,14 +192,29 @@ def _of_ranks(before: list[Any], now: list[Any]) -> str:
     return f"rank {rank}: {what}: {then.get(what)} before, {found.get(what)} now; also {parts[1:]}; same: {same}"
 
 
+def recorded() -> list[dict[str, dict[str, list[Any]]]]:
+    """Group -> run -> what each rank has found, for each kind of machine."""
+    return [json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))]
+
+
+def _this_machine() -> str:
+    """Maker, family and model of the processor."""
+    cpu = Path("/proc/cpuinfo")
+    fields = (
+        dict(re.findall(r"(?m)^(vendor_id|cpu family|model)\s*:\s*(\w+)$", cpu.read_text())) if cpu.exists() else {}
+    )
+    return "-".join(fields.values()) or platform.machine()
+
+
 def record(names: Iterable[str]) -> None:
     """Run those groups, or all, and write what they have found."""
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    file = FOLDER / f"{_this_machine()}.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
     for name in list(names) or GROUPS:
         with tempfile.TemporaryDirectory(prefix="dgc-transcripts-") as folder:
             known[name] = GROUPS[name].run(Path(folder))
-        FILE.write_text(_as_lines({name: known[name] for name in GROUPS if name in known}))
-        print(f"recorded {name} in {FILE}", flush=True)
+        file.write_text(_as_lines({name: known[name] for name in GROUPS if name in known}))
+        print(f"recorded {name} in {file}", flush=True)
 
 
 def _as_lines(groups: Mapping[str, Mapping[str, list[Any]]]) -> str:
