@@ -83,16 +83,18 @@ class LocalRounds:
         return counts.pending >= self._steps
 
     @torch.no_grad()
-    def restart_of(self, sent: Collection[torch.Tensor]) -> None:
+    def restart_of(self, sent: Collection[torch.Tensor], keeps_momentum: bool) -> None:
         """Restart the round for parameters in `sent`, whose values are equal on all ranks now.
 
-        Other parameters continue their round. The outer momentum of restarted parameters is dropped.
+        Other parameters continue their round. The outer momentum of restarted parameters is dropped, unless
+        `keeps_momentum`.
         """
         places = {(x.data_ptr(), x.numel()) for x in sent}
         for p in [p for p in self._anchor if (p.data_ptr(), p.numel()) in places]:
             self._anchor[p] = self.held(p.detach())
             self._versions[p] = p._version
-            self.momentum.pop(p, None)
+            if not keeps_momentum:
+                self.momentum.pop(p, None)
 
     def go_on_in(self, exchange: GradientExchange) -> None:
         """Replace the exchange; the present round continues."""
@@ -282,7 +284,9 @@ class LocalSteps(Strategy):
     def weights_set(self, sent: Sequence[Any]) -> None:
         """See `Strategy`."""
         if self.apart:
-            self.rounds.restart_of([x for x in sent if isinstance(x, torch.Tensor)])
+            # under Elastic ranks that meet get the weights of rank 0, and next its outer momentum
+            tensors = [x for x in sent if isinstance(x, torch.Tensor)]
+            self.rounds.restart_of(tensors, keeps_momentum=self.session.carrier.elastic)
 
     def clear_residuals(self) -> None:
         """Empty `e` and outer momentum, and begin a round with the present weights."""
