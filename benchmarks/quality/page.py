@@ -253,15 +253,14 @@ def in_short() -> str:
         "In runs that are long enough, yes. On small models, four ranks, three seeds ([all figures](docs/quality.md)), "
         f"against dense training: images with SGD at 0.1% after {steps:,} steps {images:+.1f} points of accuracy; an "
         f"LSTM with SGD at 0.5% after {lstm_steps:,} steps {lstm:+.2f} nats of loss; a Transformer with **AdamW** "
-        f"after {transformer.steps:,} steps {of_adam(transformer)} at 1%, {of_adam(coarse)} at 0.3% with values in 2 "
-        "bits"
+        f"after {transformer.steps:,} steps {of_adam(transformer)} at 1%, {of_adam(coarse)} at 0.3% in 2 bits"
     )
     if to_dense(adam, gpt):
         text += f"; a GPT of 5 M with AdamW after {gpt.steps:,} steps {of_adam(gpt)} at 1%"
-        text += f", {of_adam(replace(gpt, variant=coarse.variant))} at 0.3%"
+        text += f", {of_adam(replace(gpt, variant=coarse.variant))} at 0.3% in 2 bits"
     text += (
         f". SGD runs a tenth as long end behind, by {-gap('images', short)[0]:.1f} points and "
-        f"{gap('lstm', short)[0]:.2f} nats. AdamW needs neither dense steps nor a warm-up "
+        f"{gap('lstm', short)[0]:.2f} nats. AdamW needs neither dense steps nor a density warm-up "
         "([settings](docs/tuning.md#adam-and-adamw))."
     )
     return "\n".join(textwrap.wrap(text, 150, break_long_words=False, break_on_hyphens=False))
