@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dgc_horovod.config import DENSE_VALUES, SCOPES, VALUES
+from dgc_horovod.config import DENSE_VALUES, SCOPES
+from dgc_horovod.wire.codecs import VALUE_CODECS
 
 UNCOMPRESSED = ("none", "fp16")  # Horovod's own; the other choices keep a residual and take a density
 CHOICES = (*UNCOMPRESSED, "dgc", "topk", "gaussian", "random")
@@ -61,7 +62,7 @@ def arguments(description: str, lr_falls: str = "to 0 along a cosine", **default
     add = parser.add_argument
     add("--compression", choices=CHOICES, default="dgc", help="what is sent each step")
     add("--scope", choices=SCOPES, default="bucket", help="what the elements are selected from together")
-    add("--values", choices=VALUES, default="bf16", help="number format of the elements sent")
+    add("--values", choices=list(VALUE_CODECS), default="bf16", help="number format of the elements sent")
     add("--dense-values", choices=DENSE_VALUES, default="auto", help="and of the small tensors that are not compressed")
     add("--density", type=fraction, metavar="D", help="fraction of elements sent, in (0, 1]")
     add("--epochs", type=some, metavar="E", help="passes over the data")
