@@ -11,7 +11,8 @@ from dgc_horovod.planning.trial import DENSE
 from dgc_horovod.testing.torch import take
 from dgc_horovod.torch import Compression
 from tests.helpers import interrupted
-from tests.helpers.interrupted import STEPS, nesterov
+from tests.helpers.interrupted import nesterov
+from tests.helpers.run import STEPS
 from tests.helpers.training import batches, smooth_model
 
 

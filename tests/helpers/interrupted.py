@@ -10,22 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dgc_horovod import WarmupSchedule
 from dgc_horovod.testing.torch import kept_by
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch import DistributedOptimizer
+from tests.helpers.run import STEPS
 from tests.helpers.training import batches, momentum_sgd, smooth_model
-
-STEPS, HALF = 24, 12
-SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
-COMPRESSIONS = {
-    "dgc, warm-up": Compression.dgc(**SMALL, warmup=WarmupSchedule(steps=15)),
-    "clipped, per tensor": Compression.dgc(**SMALL, clip_norm=0.5, scope="tensor"),
-    "gaussian, momentum correction": Compression.dgc(**SMALL, rule="gaussian"),
-    "sampled, 4bit": Compression.dgc(**SMALL, rule="sampled", values="4bit"),
-    "random": Compression.random(**SMALL),
-    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
-    "topk": Compression.topk(**SMALL),
-}
 
 
 def nesterov(model: nn.Module) -> torch.optim.Optimizer:

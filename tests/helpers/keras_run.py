@@ -13,9 +13,7 @@ from dgc_horovod.tensorflow.keras import DistributedOptimizer, elastic
 from dgc_horovod.testing import tensorflow as testing
 from tests.helpers.adapters import Adapter
 from tests.helpers.keras_training import Compression, keras, smooth_model
-from tests.helpers.run import ALONE, Run
-
-RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003}
+from tests.helpers.run import ALONE, RATES, Run
 
 
 def named_as_in_keras(lr: float, betas: tuple[float, float] | None = None, **options: Any) -> dict[str, Any]:

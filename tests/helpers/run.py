@@ -11,12 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers.adapters import Adapter
+from dgc_horovod import WarmupSchedule
+from tests.helpers.adapters import Adapter, Compression
 
 # Compression fields with which nothing is rounded: what the framework's own exchange is compared with.
 UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
 BATCH, INPUTS = 16, 32
+RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003}  # learning rates, where a test names none
 ALONE = "alone"  # in the place of a compression: the optimizer as it is, which no other rank meets
+
+# Of runs that stop in the middle and go on from what was saved.
+STEPS, HALF = 24, 12
+SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
+COMPRESSIONS = {
+    "dgc, warm-up": Compression.dgc(**SMALL, warmup=WarmupSchedule(steps=15)),
+    "clipped, per tensor": Compression.dgc(**SMALL, clip_norm=0.5, scope="tensor"),
+    "gaussian, momentum correction": Compression.dgc(**SMALL, rule="gaussian"),
+    "sampled, 4bit": Compression.dgc(**SMALL, rule="sampled", values="4bit"),
+    "random": Compression.random(**SMALL),
+    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
+    "topk": Compression.topk(**SMALL),
+}
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -15,9 +15,7 @@ from dgc_horovod.torch.session.session import session_of
 from tests.helpers.adapters import Adapter
 from tests.helpers.ddp_training import step
 from tests.helpers.regression import smooth_model
-from tests.helpers.run import ALONE, Run
-
-RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003}
+from tests.helpers.run import ALONE, RATES, Run
 
 
 class TorchRun(Run):

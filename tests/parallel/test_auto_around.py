@@ -15,8 +15,9 @@ from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint
 from tests.helpers import interrupted
 from tests.helpers.auto_modes import made, stock, train_clipped
 from tests.helpers.errors import error_of, error_told, stay_away
-from tests.helpers.interrupted import STEPS, nesterov
+from tests.helpers.interrupted import nesterov
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import STEPS
 from tests.helpers.training import batches, distance, fingerprint, train, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]

@@ -8,8 +8,9 @@ import pytest
 
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
-from tests.helpers.interrupted import COMPRESSIONS, HALF, SMALL, adamw, kept_as_text, made, train_between
+from tests.helpers.interrupted import adamw, kept_as_text, made, train_between
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import COMPRESSIONS, HALF, SMALL
 from tests.helpers.training import fingerprint, momentum_sgd, smooth_model
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]

@@ -14,8 +14,9 @@ from dgc_horovod.state import manifest
 from dgc_horovod.testing.torch import kept_by
 from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from tests.helpers.errors import error_of
-from tests.helpers.interrupted import COMPRESSIONS, HALF, made, train_between
+from tests.helpers.interrupted import made, train_between
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import COMPRESSIONS, HALF
 from tests.helpers.training import batches, fingerprint, momentum_sgd
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]

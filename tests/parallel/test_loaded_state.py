@@ -15,6 +15,7 @@ from tests.helpers import interrupted
 from tests.helpers.auto_modes import made, stock
 from tests.helpers.interrupted import adamw
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import COMPRESSIONS, HALF, SMALL
 from tests.helpers.training import (
     batches,
     distance,
@@ -69,7 +70,7 @@ def test_a_limit_holds_where_nothing_is_compressed():
 
 def test_stock_checkpoints_go_both_ways(tmp_path):
     """A stock checkpoint in a compressed run; a compressed one without compression."""
-    topk = interrupted.COMPRESSIONS["topk"]
+    topk = COMPRESSIONS["topk"]
     model = smooth_model()
     plain = momentum_sgd(model)
     x, y = next(iter(batches(1, 0)))
@@ -98,13 +99,13 @@ def test_what_coding_has_left_of_small_tensors_goes_with_the_first_dense_step(tm
     def plain(model):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    model, optimizer = interrupted.made(Compression.dgc(**interrupted.SMALL, dense_values="8bit"), plain)
+    model, optimizer = interrupted.made(Compression.dgc(**SMALL, dense_values="8bit"), plain)
     biases = [name for name, p in model.named_parameters() if p.ndim == 1]
-    interrupted.train_between(model, optimizer, 0, interrupted.HALF)
+    interrupted.train_between(model, optimizer, 0, HALF)
     states = hvd.allgather_object(kept_by(optimizer))
     owed = {name: sum(state.tensors[name]["v"].astype(float) for state in states) / hvd.size() for name in biases}
     save_checkpoint(tmp_path, model, optimizer)
-    model, optimizer = interrupted.made(Compression.dgc(**interrupted.SMALL, dense_values="fp32"), plain)
+    model, optimizer = interrupted.made(Compression.dgc(**SMALL, dense_values="fp32"), plain)
     load_checkpoint(tmp_path, model, optimizer)
     coded = set(biases) - set(kept_by(optimizer).tensors)  # a bias of one element is coded without error
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

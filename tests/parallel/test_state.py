@@ -11,25 +11,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dgc_horovod import WarmupSchedule
 from tests.helpers.adapters import Adapter, Compression, on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
-from tests.helpers.run import UNROUNDED, distance
+from tests.helpers.run import COMPRESSIONS, HALF, SMALL, STEPS, UNROUNDED, distance
 from tests.helpers.sealed import check_sealed
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
-STEPS, HALF = 24, 12
-SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
-COMPRESSIONS = {
-    "dgc, warm-up": Compression.dgc(**SMALL, warmup=WarmupSchedule(steps=15)),
-    "clipped, per tensor": Compression.dgc(**SMALL, clip_norm=0.5, scope="tensor"),
-    "gaussian, momentum correction": Compression.dgc(**SMALL, rule="gaussian"),
-    "sampled, 4bit": Compression.dgc(**SMALL, rule="sampled", values="4bit"),
-    "random": Compression.random(**SMALL),
-    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
-    "topk": Compression.topk(**SMALL),
-}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"name": "SGD", "momentum": 0.9},
     "Nesterov, decay": {"name": "SGD", "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
