@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launchers import built_controllers, horovodrun, torchrun, torchrun_on_nodes
-from tests.helpers.outcomes import Order, same_on_ranks, settle
+from tests.helpers.outcomes import Order, reason, same_on_ranks, settle
 from tests.helpers.standing_ranks import StandingRanks
 
 __all__ = ["KINDS", "kind_of", "on_ranks", "same_on_ranks"]
@@ -75,7 +75,8 @@ def on_ranks(
         if all(each and not each.error for each in outcomes):
             ranks.end() if last else ranks.pause()
             return settle(outcomes, "", what)
-        warnings.warn(f"{what} failed on ranks that were up: others start", stacklevel=2)
+        why = reason(outcomes, ranks.log(), what)
+        warnings.warn(f"failed on ranks that were up, others start: {why}", stacklevel=2)
         ranks.end()
     if nodes > 1 and kind != "ddp":
         variables |= {"DGC_TEST_NODES": "1", "DGC_NODE_SIZE": str(workers // nodes)}

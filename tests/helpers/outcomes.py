@@ -76,6 +76,14 @@ def carry_out(order: Order) -> Outcome:
         return Outcome(error="\n".join(line[:_LONGEST] for line in lines))
 
 
+def reason(outcomes: list[Outcome | None], log: str, what: str) -> str:
+    """Why a call failed: the errors of ranks, and the end of their output if one left no outcome; "" if none did."""
+    failed = [f"rank {rank}:\n{each.error}" for rank, each in enumerate(outcomes) if each and each.error]
+    gone = [rank for rank, each in enumerate(outcomes) if each is None]
+    ends = [f"ranks {gone} left no outcome; output:\n{log[-6000:]}"] if gone else []
+    return "\n\n".join([f"{what} on {len(outcomes)} ranks", *failed, *ends]) if failed or gone else ""
+
+
 def settle(outcomes: list[Outcome | None], log: str, what: str) -> list[Any]:
     """What each rank has returned.
 
@@ -83,11 +91,8 @@ def settle(outcomes: list[Outcome | None], log: str, what: str) -> list[Any]:
         pytest.fail.Exception: a rank had an error, left no outcome, or did not say the same as rank 0.
         pytest.skip.Exception: all ranks have skipped it.
     """
-    failed = [f"rank {rank}:\n{each.error}" for rank, each in enumerate(outcomes) if each and each.error]
-    gone = [rank for rank, each in enumerate(outcomes) if each is None]
-    if failed or gone:
-        ends = [f"ranks {gone} left no outcome; output:\n{log[-6000:]}"] if gone else []
-        pytest.fail("\n\n".join([f"{what} on {len(outcomes)} ranks", *failed, *ends]), pytrace=False)
+    if failed := reason(outcomes, log, what):
+        pytest.fail(failed, pytrace=False)
     found = [each for each in outcomes if each is not None]
     if all(each.skipped for each in found):
         pytest.skip(found[0].skipped)
