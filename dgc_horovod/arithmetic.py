@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, MomentumCorrection
 from dgc_horovod.notices import ADAM_AFTER, ADAM_DIRECTIONS, of_other, refusal
-from dgc_horovod.state.parts import ADAM_UPDATES, CHANGES, GRADIENTS, SGD_UPDATES
+from dgc_horovod.state.parts import ADAM_UPDATES, CHANGES, GRADIENTS
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
 
 Left = Mapping[str, Array]  # state of a tensor, combined over the ranks, by part
@@ -57,6 +57,11 @@ class Options(NamedTuple):
     decoupled: bool = False
     maximize: bool = False
     rate: float = 0.0
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Options:
+        """Return the options in `found`, by name; others of its values are not read."""
+        return cls(**{name: type(x)(found.get(name, x)) for name, x in cls._field_defaults.items()})
 
 
 class Change(NamedTuple):
@@ -91,6 +96,7 @@ class Arithmetic:
         is_linear: whether that is linear in all gradients, so that the stock slots may go on beside the engine's state.
         dense_is_stock: whether a step at which everything is sent is the user's optimizer's own.
         flush_is_step: whether a flush is a step of the user's optimizer.
+        decoupled: whether weight decay is decoupled in every group.
         notices: notices to the user, each logged once.
         notices_unsplit: notices if error feedback alone is used in its place.
     """
@@ -100,6 +106,7 @@ class Arithmetic:
     own: tuple[str, ...] = ()
     holds = GRADIENTS
     is_split, is_linear, dense_is_stock, flush_is_step = False, False, False, True
+    decoupled = False
     notices: tuple[str, ...] = ()
     notices_unsplit: tuple[str, ...] = ()
 
@@ -109,6 +116,10 @@ class Arithmetic:
     def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
         """Return the way in which the gradient of the compressed tensor `name` enters the residual at this step."""
         return ErrorFeedback()
+
+    def momentum(self, options: Options) -> float:
+        """Coefficient of the engine's momentum u; 0: there is none."""
+        return 0.0
 
     def decay_before(self, options: Options) -> float:
         """Weight decay that belongs to the gradient itself, added before everything else."""
@@ -158,7 +169,7 @@ class SGD(Arithmetic):
     sum is the stock velocity, so that the velocity of a stock checkpoint may be in either.
     """
 
-    slots, parts, holds = (MOMENTUM,), (RESIDUAL, MOMENTUM), SGD_UPDATES
+    slots, parts, holds = (MOMENTUM,), (RESIDUAL, MOMENTUM), "updates of SGD"
     is_split, is_linear, flush_is_step = True, True, False
 
     def check(self, options: Options) -> None:
@@ -168,6 +179,9 @@ class SGD(Arithmetic):
     def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
         self.check(options)  # a script may have changed them
         return _correction(options.momentum, options.nesterov)
+
+    def momentum(self, options: Options) -> float:
+        return options.momentum
 
     def shared(self, weights: Array, velocity: Array | None, options: Options) -> Array | None:
         pull = weights * options.decay if options.decay else None
@@ -249,6 +263,12 @@ class Adam(Arithmetic):
         if is_gradient:
             return Change(kept=left[RESIDUAL])
         return Change(left[RESIDUAL], slots={FIRST: 0 * left[SECOND], SECOND: left[SECOND]})
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay, whatever a group says."""
+
+    decoupled = True
 
 
 class Local(Arithmetic):

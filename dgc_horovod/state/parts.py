@@ -9,7 +9,7 @@ import numpy as np
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, REMAINDER, RESIDUAL, ResidualState
 
-GRADIENTS, CHANGES, SGD_UPDATES, ADAM_UPDATES = "gradients", "changes of weights", "updates of SGD", "updates of Adam"
+GRADIENTS, CHANGES, ADAM_UPDATES = "gradients", "changes of weights", "updates of Adam"
 
 
 def check_kept(state: ResidualState, method: str) -> None:

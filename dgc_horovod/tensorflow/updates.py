@@ -52,8 +52,8 @@ def update_of(
         UnsupportedUse: Adafactor; Adam's amsgrad under momentum correction.
     """
     local = config is not None and config.exchanges_weights
-    bases = [base for base in STOCK if (issubclass if local else _steps_as)(user_class, base)]
-    stock = STOCK[bases[0]] if bases else Arithmetic()
+    known = (kind for base, kind in STOCK.items() if (issubclass if local else _steps_as)(user_class, base))
+    stock = next(known, Arithmetic())
     unknown = "" if local or stock.is_split else user_class.__name__
     if config is None:
         return Update(Arithmetic(), optimizer, unknown=unknown)
@@ -72,11 +72,10 @@ def _steps_as(user_class: type[keras.optimizers.Optimizer], base: type[keras.opt
 
 
 def options_of(optimizer: keras.optimizers.Optimizer) -> Options:
-    """Return the options of an optimizer of known arithmetic."""
-    if isinstance(optimizer, keras.optimizers.SGD):
-        return Options(momentum=float(optimizer.momentum), nesterov=bool(optimizer.nesterov))
-    b1, b2, eps = map(float, (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon))
-    return Options(b1=b1, b2=b2, eps=eps, amsgrad=bool(optimizer.amsgrad))
+    """Return the options of an optimizer of known arithmetic; one that it lacks has no effect."""
+    found = {name: getattr(optimizer, name, 0) for name in ("momentum", "nesterov", "amsgrad")}
+    b1, b2, eps = (getattr(optimizer, name, 0) for name in ("beta_1", "beta_2", "epsilon"))
+    return Options.read({**found, "b1": b1, "b2": b2, "eps": eps})
 
 
 class Update:
@@ -107,7 +106,8 @@ class Update:
     @property
     def parts(self) -> tuple[str, ...]:
         """Parts of a compressed variable's state in the engine, which are handed back."""
-        return tuple(part for part in self.arithmetic.parts if part != MOMENTUM or self._options.momentum)
+        momentum = self.arithmetic.momentum(self._options)
+        return tuple(part for part in self.arithmetic.parts if part != MOMENTUM or momentum)
 
     @property
     def _options(self) -> Options:
@@ -181,7 +181,7 @@ class Update:
             change = self.arithmetic.flushed(left, options, is_gradient, ends)
             return self._apply(change, key, variable, rate)
 
-        if not (compressed and self.arithmetic.dense_is_stock):
+        if not (compressed and SECOND in left):
             return changed(left, not compressed)
         steps = tf.cast(native(self.optimizer.iterations), tf.float64)
         bias = 1 - tf.pow(tf.constant(options.b2, tf.float64), steps)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from dgc_horovod.arithmetic import Arithmetic
+from dgc_horovod.kernels.contract import Array
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, SECOND
 from dgc_horovod.torch.gradients.collectives import Parameter
 from dgc_horovod.torch.gradients.exchange import GradientExchange
@@ -33,15 +34,15 @@ def flat(x: torch.Tensor) -> np.ndarray:
     return x.detach().reshape(-1).float().cpu().numpy()
 
 
-def put_slots(p: Parameter, group: Group, state: State, slots: Mapping[str, np.ndarray], steps: int | None) -> None:
-    """Set slots of the state of `p` from flat arrays by part, and Adam's step count (None: there is none).
+def put_slots(p: Parameter, group: Group, state: State, slots: Mapping[str, Array], steps: int | None) -> None:
+    """Set slots of the state of `p` from arrays or tensors by part, and Adam's step count (None: there is none).
 
     Slots get the memory format of `p`, as fused optimizers read both in memory order.
     """
     if steps is not None:
         state[STEP] = step_count(p, group, steps)
     for part, x in slots.items():
-        state[SLOTS[part]] = torch.empty_like(p).copy_(torch.from_numpy(x).view(p.shape))
+        state[SLOTS[part]] = torch.empty_like(p).copy_(torch.as_tensor(x).reshape(p.shape))
 
 
 def step_count(p: Parameter, group: Group, steps: int = 0) -> torch.Tensor:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from dgc_horovod.arithmetic import SGD, Adam, Arithmetic, Left, Options, choose, without_own
+from dgc_horovod.arithmetic import SGD, Adam, AdamW, Arithmetic, Left, Options, choose, without_own
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.state.parts import StatePart
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
 from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots
@@ -30,7 +30,11 @@ from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, f
 States = MutableMapping[Parameter, State]  # of an optimizer
 OwnStep = Callable[[], Any]
 
-STOCK: dict[type[Optimizer], Arithmetic] = {torch.optim.SGD: SGD(), torch.optim.AdamW: Adam(), torch.optim.Adam: Adam()}
+STOCK: dict[type[Optimizer], Arithmetic] = {
+    torch.optim.SGD: SGD(),
+    torch.optim.AdamW: AdamW(),
+    torch.optim.Adam: Adam(),
+}
 
 
 def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
@@ -40,29 +44,18 @@ def update_of(optimizer: Optimizer, config: DGCConfig) -> Update:
         UnsupportedUse: the split does not support an option of the optimizer.
     """
     step = inspect.unwrap(type(optimizer).step)
-    known = (base for base in STOCK if isinstance(optimizer, base) and step is inspect.unwrap(base.step))
-    stock = STOCK.get(next(known, Optimizer), Arithmetic())
-    decoupled = isinstance(optimizer, torch.optim.AdamW)
-    options = (options_of(group, decoupled) for group in optimizer.param_groups)  # lazy: other optimizers lack some
-    return Update(stock, *choose(stock, type(optimizer), options, config), decoupled)
+    known = (kind for base, kind in STOCK.items() if isinstance(optimizer, base) and step is inspect.unwrap(base.step))
+    stock = next(known, Arithmetic())
+    options = (options_of(group, stock.decoupled) for group in optimizer.param_groups)  # lazy: others may lack some
+    return Update(stock, *choose(stock, type(optimizer), options, config))
 
 
 def options_of(group: Group, decoupled: bool) -> Options:
     """Return the options of a group of a known optimizer. `decoupled`: weight decay is decoupled in every group."""
     b1, b2 = group.get("betas", (0.0, 0.0))
-    return Options(
-        float(group.get("momentum", 0.0)),
-        bool(group.get("nesterov")),
-        float(group.get("dampening", 0.0)),
-        float(b1),
-        float(b2),
-        float(group.get("eps", 0.0)),
-        bool(group.get("amsgrad")),
-        float(group["weight_decay"]),
-        decoupled or bool(group.get("decoupled_weight_decay")),
-        bool(group["maximize"]),
-        float(group["lr"]),
-    )
+    decoupled = decoupled or group.get("decoupled_weight_decay", False)
+    renamed = {"b1": b1, "b2": b2, "decay": group.get("weight_decay", 0.0), "decoupled": decoupled, "rate": group["lr"]}
+    return Options.read({**group, **renamed})
 
 
 class Update:
@@ -75,21 +68,20 @@ class Update:
         stock: arithmetic of the user's optimizer.
         arithmetic: arithmetic of the exchanged updates.
         notices: texts for the user, each printed once.
-        decoupled: whether weight decay is decoupled in every group.
 
     Attributes:
         dense: whether the present step is the user's optimizer's own, at density 1.
     """
 
-    def __init__(self, stock: Arithmetic, arithmetic: Arithmetic, notices: Collection[str], decoupled: bool) -> None:
-        self.stock, self.arithmetic, self.notices, self._decoupled = stock, arithmetic, list(notices), decoupled
+    def __init__(self, stock: Arithmetic, arithmetic: Arithmetic, notices: Collection[str]) -> None:
+        self.stock, self.arithmetic, self.notices = stock, arithmetic, list(notices)
         self.dense = False
         self._taken: set[Parameter] = set()  # parameters whose state has been checked since `prepare`
         self._made: Made = []  # zeros made by `prepare` since the last step
         self._looks = 0 if stock.is_split else LOOKS  # remaining checks, see `check_weights`
 
     def _options(self, group: Group) -> Options:
-        return options_of(group, self._decoupled) if self.arithmetic.is_split else Options()
+        return options_of(group, self.stock.decoupled) if self.arithmetic.is_split else Options()
 
     # -- gradients in
 
@@ -123,7 +115,7 @@ class Update:
 
     def fading(self, group: Group) -> float:
         """Return the factor, in [0, 1), of the engine's momentum in a step without a gradient."""
-        return self._options(group).momentum
+        return self.arithmetic.momentum(self._options(group))
 
     # -- updates out
 
@@ -194,7 +186,7 @@ class Update:
         """
         for p in self._taken:
             self._follow_emptied(p, optimizer.state, exchange)
-        for group in optimizer.param_groups if self.arithmetic.dense_is_stock else ():
+        for group in optimizer.param_groups if SECOND in self.arithmetic.parts else ():
             for p in self._taken.intersection(group["params"]):
                 moment = exchange.second[exchange.names[p]]
                 if p in optimizer.state and moment.known:
@@ -251,8 +243,7 @@ class Update:
         if p not in states:
             states[p] = {}
             exchange.drop_momentum(exchange.names[p])
-            if self.arithmetic.dense_is_stock:
-                exchange.second.forget(exchange.names[p])
+            exchange.second.forget(exchange.names[p])
 
     # -- flush
 
@@ -289,8 +280,8 @@ class Update:
     def _flush_one(
         self, p: Parameter, group: Group, state: State, exchange: GradientExchange, left: Left
     ) -> torch.Tensor | None:
-        options, name, is_gradient, steps = self._options(group), exchange.names[p], p not in exchange.sparse, 0
-        if self.arithmetic.dense_is_stock and not is_gradient:
+        options, name, is_gradient, steps = self._options(group), exchange.names[p], p not in exchange.sparse, None
+        if SECOND in self.arithmetic.parts and not is_gradient:
             steps = exchange.second[name].steps
             stock = self.arithmetic.give_back(exchange, name, options, steps)
             left, is_gradient = {**left, **stock}, not stock

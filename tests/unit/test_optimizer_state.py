@@ -114,7 +114,7 @@ def test_moments_of_an_optimizer_of_another_kind_stay_what_they_are(alone, eager
 
 def test_of_adam_only_the_zeros_that_are_ours_follow_a_cast():
     p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    optimizer, update = torch.optim.Adam([p, q]), Update(Adam(), Arithmetic(), [], decoupled=False)
+    optimizer, update = torch.optim.Adam([p, q]), Update(Adam(), Arithmetic(), [])
     theirs = optimizer.state[q]["exp_avg"] = torch.zeros(3)
     update.prepare(optimizer, SimpleNamespace(names={p: "p", q: "q"}))
     p.data, q.data = p.data.double(), q.data.double()
