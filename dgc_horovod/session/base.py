@@ -71,7 +71,8 @@ class Session(Generic[Wrapped]):
 
 def sessions() -> list[Session[Any]]:
     """Return the sessions of this process that are alive, in the order of wrapping."""
-    return [session for session in _made.values() if session.alive]
+    # of a copy: another thread may wrap an optimizer meanwhile
+    return [session for each in _made.valuerefs() if (session := each()) is not None and session.alive]
 
 
 def weights_set(sent: Iterable[Any]) -> None:

@@ -125,7 +125,7 @@ class Collectives(ABC):
         return pending.handle is None or self._is_done(pending.handle)
 
     def wait(self, pending: Pending) -> torch.Tensor:
-        """Wait for a collective; return its result.
+        """Wait for a collective, also of another group of this rank (see `Carrier.of_nodes`); return its result.
 
         Raises:
             CollectiveTimeout: it did not finish within DGC_TIMEOUT seconds.

@@ -25,7 +25,7 @@ class Carrier:
     """The ranks of one optimizer, and the delivery of its gradients and updates.
 
     Args:
-        names: name of every parameter of the optimizer.
+        names: name of every parameter of the optimizer, sorted by name, as checkpoints have a digest of them in order.
         settings: reduction of the gradients.
         group_name: name of the group of ranks, equal on each of them.
         group_number: number of the group in checkpoints; 0: all ranks of the job.
