@@ -180,10 +180,8 @@ class Presets:
 
 def method_of(config: DGCConfig) -> str:
     """Return the name of the preset of a config, or of the nearest one."""
-    if config.local_steps is not None:
-        return "local"
-    if config.automatic:
-        return "auto"
+    if config.strategy in PRESETS:
+        return config.strategy
     if config.momentum_correction:
         return "dgc"
     return config.rule if config.rule in PRESETS else "topk"

@@ -134,12 +134,14 @@ class DGCConfig:
         0.01, "most that method threshold may send, in (0, 1]", FRACTION, WHAT, method="threshold"
     )
     # over the run
-    automatic: bool = setting(False, "", SWITCH)
+    automatic: bool = setting(False, "", SWITCH, strategy=AUTO)
     total_steps: int | None = setting(
         None, "steps of the run: method auto takes the density from it", whole(1), WHEN, method=AUTO
     )
     warmup: WarmupSchedule | None = setting(None, "", _A_WARMUP)  # noqa: RUF009
-    local_steps: int | None = setting(None, "local steps: steps of each rank between two exchanges", whole(1), WHEN)
+    local_steps: int | None = setting(
+        None, "local steps: steps of each rank between two exchanges", whole(1), WHEN, strategy="local"
+    )
     local_decay: float = setting(
         0.95, "local steps: factor of the residual at each exchange, in (0, 1]", FRACTION, WHEN, method="local"
     )
@@ -177,10 +179,9 @@ class DGCConfig:
                 "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
                 "--dgc-threshold 0.01"
             )
-        if self.automatic and (local or not rule.sets_density):
+        if self.automatic and not rule.sets_density:
             raise ConfigError(
-                "automatic goes with an exchange of gradients at every step and a rule whose density is set: use "
-                f"Compression.auto(...); got rule={self.rule!r}, local_steps={self.local_steps!r}"
+                f"automatic goes with a rule whose density is set: use Compression.auto(...); got rule={self.rule!r}"
             )
         if self.automatic and self.warmup is not None:
             raise ConfigError(
@@ -191,15 +192,21 @@ class DGCConfig:
             raise ConfigError(
                 f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
             )
-        asked_for = {"local": local, AUTO: self.automatic}
-        for row in settings.rows_of(self):
-            if getattr(self, row.field) != row.default and not asked_for.get(row.method, True):
+        for row in (row for row in settings.rows_of(self) if getattr(self, row.field) != row.default):
+            if row.strategy not in ("", self.strategy):
+                raise ConfigError(f"{row.field}={getattr(self, row.field)} does not go with {self.strategy}: drop one")
+            if row.method not in ("", "threshold", self.strategy):
                 raise ConfigError(f"{row.field} goes with Compression.{row.method}(...), or --compression {row.method}")
         if local and (self.momentum_correction or self.clip_norm is not None or self.may_use_nodes):
             raise ConfigError(
                 "local steps leave momentum and clipping to the optimizer and the script, and nodes to exchange='flat' "
                 "or 'sharded': use Compression.local(...), or --compression local, without clip_norm"
             )
+
+    @property
+    def strategy(self) -> str:
+        """Strategy that a setting selects; "": gradients are exchanged at every step."""
+        return next((row.strategy for row in settings.rows_of(self) if row.strategy and getattr(self, row.field)), "")
 
     @property
     def final_density(self) -> float:

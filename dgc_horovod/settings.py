@@ -180,6 +180,7 @@ class Setting:
         flag: flag of dgcrun; "" for none.
         field: field of DGCConfig, or of WarmupSchedule as "warmup.FIELD"; "" for none.
         method: method that it belongs to; "" for any.
+        strategy: strategy that it selects, a file in ``torch/session/``; "" for none.
         by_method: whether every method sets it.
         acts: scripts in which it acts, ``ACTIVATED`` or ``EVERYWHERE``.
     """
@@ -192,6 +193,7 @@ class Setting:
     flag: str = ""
     field: str = ""
     method: str = ""
+    strategy: str = ""
     by_method: bool = False
     acts: str = ACTIVATED
 

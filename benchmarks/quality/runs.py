@@ -17,6 +17,7 @@ from benchmarks.quality.training import Run, train
 from benchmarks.quality.variants import ADAM_DENSE, EXCHANGES, VARIANTS, Variant
 from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, read_results
+from dgc_horovod.config import DGCConfig
 
 KEPT, ADAM_KEPT = RESULTS / "quality.json.xz", RESULTS / "quality-adam.json.xz"
 WORKERS, LENGTHS = (4, 8), (1.0, 4.0, 10.0)
@@ -29,7 +30,13 @@ LONGEST = 30.0
 LOWEST_LONGEST = ("half the rate, dgc, density 0.1%", "half the rate, dgc, density 0.3%, values=2bit")
 _REAL = ("dense", "dgc", "dgc, rule=gaussian")
 _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
-# settings of the compression that change no weight
+# settings of the compression that are in every hash; others only where they are set, so that one more changes no hash
+_IN_EVERY_HASH = (
+    "density", "rule", "scope", "momentum_correction", "factor_masking", "clip_norm", "threshold", "max_density",
+    "warmup", "local_steps", "local_decay", "outer_rate", "outer_momentum", "values", "dense_values", "min_numel",
+    "compress_1d", "bucket_bytes", "seed",
+)  # fmt: skip
+# those that change no weight, in none
 _NOT_LEARNING = (
     "check_every", "on_mismatch", "on_nonfinite", "max_skipped", "exchange", "node_size", "max_bytes_per_step",
     "offload", "automatic", "total_steps",  # there is nothing to choose in a simulation
@@ -183,8 +190,9 @@ def settings(run: Run) -> str:
     """Hash of a run's settings, of its task and its variant: results of others are not its own."""
     task, variant = ALL_TASKS[run.task].settings, VARIANTS[run.variant]
     config = variant.config(task, run.workers)
-    fields = {} if config is None else {name: x for name, x in vars(config).items() if name not in _NOT_LEARNING}
-    # those at their default are left out, so that one more changes no hash
+    learning = {} if config is None else {name: x for name, x in vars(config).items() if name not in _NOT_LEARNING}
+    fields = {name: x for name, x in learning.items() if name in _IN_EVERY_HASH or x != getattr(DGCConfig, name)}
+    # likewise only where they are set
     others = {name: x for name, x in vars(variant).items() if name not in _IN_CONFIG and x != getattr(Variant, name)}
     text = "" if run.task in TASKS else digest()
     return hashlib.sha256(repr((task, sorted(fields.items()), others, text)).encode()).hexdigest()[:12]

@@ -24,7 +24,7 @@ from keras.optimizers import Optimizer
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
-from dgc_horovod.config import FIELD_NAMES, DGCConfig, check_predivide, clip_limit
+from dgc_horovod.config import AUTO, FIELD_NAMES, DGCConfig, check_predivide, clip_limit
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
 from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of
@@ -176,6 +176,8 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
     own = compression if config is None else None  # each call of Compression.dgc() makes another object, of one config
     groups = _groups(groups if groups is not None else given["num_groups"])
     settings = Settings(**{**fields, "compression": own, "config": config, "groups": groups})
+    if config is not None and config.strategy not in ("", AUTO, "local"):
+        raise UnsupportedUse(f"{config.strategy} is for PyTorch; choose another compression")
     if config is not None and config.automatic and envvars.horovod_elastic():
         why = "under Horovod Elastic the number of ranks changes, and auto measures for one number only"
         settings, config = settings.as_stock(why), None

@@ -181,10 +181,7 @@ def _even_out(strategies: Sequence[AutoTuned]) -> None:
 def _join_compressed(sessions: Sequence[Session]) -> int:
     for session in sessions:
         _check(session)
-    participants = [
-        _RoundParticipant(session.strategy) if isinstance(session.strategy, LocalSteps) else _Participant(session)
-        for session in sessions
-    ]
+    participants = [(_RoundParticipant if each.config.exchanges_weights else _Participant)(each) for each in sessions]
     try:
         _take_part(participants)
     finally:
@@ -263,25 +260,21 @@ class _Participant:
         session.passes.synchronized = False
 
 
-class _RoundParticipant:
+class _RoundParticipant(_Participant):
     """One session with local steps of a rank in join.
 
     The rank's changes since the last exchange go into the next exchange; then it sends zero changes. The exchange in
     which all ranks are in join ends their present rounds, as ``exchange()`` does, and is not rolled back.
 
-    Args:
-        strategy: local steps of the session, between two steps.
-
     Attributes:
         steps: number of inner steps before join, as if every round had been complete.
     """
 
-    def __init__(self, strategy: LocalSteps) -> None:
-        self._strategy, self.session = strategy, strategy.session
-        per_round = self.session.config.local_steps
-        assert per_round is not None
-        self.steps = self.session.exchange.steps * per_round + self.session.exchange.counts.pending
-        _mark(self.session, True)
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        assert isinstance(session.strategy, LocalSteps) and session.config.local_steps is not None
+        self._strategy = session.strategy
+        self.steps = self.steps * session.config.local_steps + session.exchange.counts.pending
 
     def begin(self) -> None:
         """Start an exchange."""
@@ -293,10 +286,6 @@ class _RoundParticipant:
         exchange = self.session.exchange
         return exchange.ranks_in_join == exchange.workers
 
-    def leave(self) -> None:
-        """End join."""
-        _mark(self.session, False)
-
 
 def _mark(session: Session, in_join: bool) -> None:
     """Set the flag of this rank's messages."""
@@ -304,7 +293,7 @@ def _mark(session: Session, in_join: bool) -> None:
         engine.in_join = in_join
 
 
-def _take_part(participants: Sequence[_Participant | _RoundParticipant]) -> None:
+def _take_part(participants: Sequence[_Participant]) -> None:
     """Take part in the other ranks' steps, of any optimizer, until all ranks are in join."""
     waiting, limit = list(participants), envvars.timeout_seconds()
     for participant in waiting:
@@ -328,7 +317,7 @@ def _take_part(participants: Sequence[_Participant | _RoundParticipant]) -> None
         time.sleep(_PAUSE)
 
 
-def _settle(participants: Sequence[_Participant | _RoundParticipant]) -> int:
+def _settle(participants: Sequence[_Participant]) -> int:
     """Copy the state of the rank that joined last to ranks that differ; return that rank."""
     collectives = HorovodCollectives(hvd.global_process_set, "join")
     own = sum(participant.steps for participant in participants)
@@ -337,7 +326,7 @@ def _settle(participants: Sequence[_Participant | _RoundParticipant]) -> int:
     if len(set(steps)) == 1:
         return last
     for session in (participant.session for participant in participants):
-        if not isinstance(session.strategy, LocalSteps):  # else weights are equal, and the state is each rank's own
+        if not session.config.exchanges_weights:  # else weights are equal, and the state is each rank's own
             found = json.dumps([session.replicas.fingerprint(session.optimizer), _scale_of(session)])
             if len(set(collectives.gather_bytes(found.encode(), "fingerprints"))) == 1:
                 continue

@@ -26,6 +26,7 @@ from dgc_horovod.schedule import density_at
         ({"bucket_bytes": 1.5}, "bucket_bytes must be a whole number >= 1, got 1.5"),
         ({"momentum_correction": "yes"}, "momentum_correction must be True or False"),
         ({"offload": True}, "offload goes with Compression.local"),
+        ({"automatic": True, "local_steps": 4}, "local_steps=4 does not go with auto"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
         ({"threshold": 0.1}, "a threshold goes with rule='threshold'"),
         ({"rule": "threshold"}, "a threshold goes with rule='threshold'"),

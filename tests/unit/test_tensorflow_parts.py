@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here; run scripts/build_horovod")
@@ -14,6 +16,7 @@ from horovod.tensorflow.compression import Compressor
 
 from dgc_horovod.arithmetic import SGD, Adam, Arithmetic
 from dgc_horovod.compression import PRESETS
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 from dgc_horovod.stats import ExchangeStats, Traffic
@@ -250,6 +253,12 @@ def test_settings():
     ]:
         with pytest.raises((ConfigError, UnsupportedUse), match=words):
             make_settings({**stock, **arguments})
+
+
+def test_a_strategy_that_keras_does_not_have_is_refused():
+    given = {"compression": Compression.dgc(), "op": hvd.Average, "num_groups": 0, "groups": None}
+    with mock.patch.object(DGCConfig, "strategy", "other"), pytest.raises(UnsupportedUse, match="other is for PyTorch"):
+        make_settings(given)
 
 
 def test_local_variables_are_variables_of_built_layers():

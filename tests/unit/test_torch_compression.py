@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,8 +21,10 @@ from horovod.torch.compression import Compressor
 from dgc_horovod import DGCConfig, WarmupSchedule
 from dgc_horovod.compression import PRESETS, config_of
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.settings import rows_of
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from dgc_horovod.torch.horovod_carrier import HorovodCollectives
+from dgc_horovod.torch.session.strategies import Strategy
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
@@ -58,6 +61,13 @@ def test_the_guides_table_is_the_presets():
     for name, cell in rows.items():
         said = dict(re.findall(r"`(\w+)=([\w.]+)`", cell))
         assert said == {k: str(v) for k, v in PRESETS[name].items()}, name
+
+
+def test_every_strategy_that_a_setting_selects_is_a_file():
+    selected = {row.strategy for row in rows_of(DGCConfig) if row.strategy}
+    assert selected >= {"auto", "local"}
+    for name in ("strategies", *selected):
+        assert issubclass(import_module(f"dgc_horovod.torch.session.{name}").STRATEGY, Strategy)
 
 
 def test_every_preset_takes_every_field():

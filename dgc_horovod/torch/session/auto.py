@@ -221,3 +221,6 @@ def _left_of_whole(exchange: GradientExchange) -> dict[Parameter, torch.Tensor]:
             parts = [whole[segment.place] for segment in run.engine.whole.segments]
             left |= {p: v.view(p.shape) for p, v in zip(run.parameters, parts, strict=True) if v.any()}
     return left
+
+
+STRATEGY = AutoTuned

@@ -370,3 +370,6 @@ class LocalSteps(Strategy):
         if known:
             told = clips_alone("the script", clip.limit, self.session.exchange.collectives.workers)
             self.session.tell_once("clipping", told)
+
+
+STRATEGY = LocalSteps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from importlib import import_module
 from typing import Any, NoReturn, SupportsInt
 
 import torch
@@ -15,11 +16,9 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.planning.trial import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
-from dgc_horovod.torch.session.auto import AutoTuned
 from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session, all_alive
-from dgc_horovod.torch.session.strategies import EveryStep
 from dgc_horovod.torch.updates import update_of
 from dgc_horovod.torch.wrapping import checks, clip_calls
 
@@ -255,11 +254,8 @@ def kind_for(
     update = update_of(optimizer, config)
     if records:
         begin_as_environment_says(config)
-    if config.exchanges_weights:
-        return Kind(config, LocalSteps, update, LocalOverrides)
-    if config.automatic:
-        return Kind(fitted(config), AutoTuned, update, Overrides)
-    return Kind(config, EveryStep, update, Overrides)
+    strategy = import_module(f"dgc_horovod.torch.session.{config.strategy or 'strategies'}").STRATEGY
+    return Kind(fitted(config), strategy, update, LocalOverrides if config.exchanges_weights else Overrides)
 
 
 def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:

@@ -253,3 +253,6 @@ class EveryStep(Strategy):
             raise UnsupportedUse(
                 "residuals can be saved, loaded and flushed between two steps only: after step(), before backward()"
             )
+
+
+STRATEGY = EveryStep
