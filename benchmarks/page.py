@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, auto, collectives, internet, scripts
+from benchmarks import auto, collectives, internet, scripts
 from benchmarks.exchange import against, tables
 from benchmarks.exchange.methods import FLOORS
 from benchmarks.exchange.tables import NAMES, TITLES, Row, milliseconds, ratio
@@ -20,9 +20,6 @@ from benchmarks.planning import scaling
 from benchmarks.quality import health
 from benchmarks.quality import page as quality
 from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, where, write_into_page
-from benchmarks.training import __main__ as training
-from benchmarks.training import analysis
-from benchmarks.training.tasks import FAST, SLOW
 
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -153,21 +150,9 @@ def readme_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
-def sooner(kept: Mapping[str, Any]) -> str:
-    """Dense's time to the target quality over dgc's, a line a task; N = 2."""
-    places = [place for place in analysis.places(kept) if place.hosts == 2]
-    rows = {(place.task, place.rate): row for place in places for row in place.rows() if row.method == "dgc"}
-    rates = [rate for rate in (FAST, SLOW) if any(rate == place.rate for place in places)]
-    lines = []
-    for task in dict.fromkeys(task for task, _ in rows):
-        mine = [rows.get((task, rate)) for rate in rates]
-        lines.append([task, *(f"{statistics.median(row.gain):.1f}×" if row else "" for row in mine)])
-    return markdown(["time to quality, dense / dgc", *(NAMES[rate] for rate in rates)], lines)
-
-
 def _network() -> dict[str, str]:
     """Of docs/benchmarks-network.md, by marker."""
-    kept, rows, study = read_results(tables.FILE), exchange_rows(), read_results(training.FILE)
+    kept, rows = read_results(tables.FILE), exchange_rows()
     cells = [where(rows, model=model, workers=n) for n, model in itertools.product((2, 4, 8), TITLES)]
     gigabit = where(rows, model=scaling.MODEL, workers=2, rate="1gbit")
     made = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
@@ -179,9 +164,7 @@ def _network() -> dict[str, str]:
         "nodes": tables.nodes(read_results(RESULTS / "nodes.json")),
         "efficiency": efficiency(rows),
         "clusters": "\n\n".join(scaling.cluster_table(gigabit, density) for density in scaling.DENSITIES),
-        "training": f"{analysis.study(study)}\n\nMade by `python -m benchmarks.training`.",
         "losses": losses(rows),
-        "sooner": sooner(study),
     }
 
 
@@ -197,7 +180,6 @@ def _kernels() -> dict[str, str]:
         "alone": alone(rows),
         "phases": tables.phases(ours, "1gbit"),
         "against": against.table(read_results(against.FILE)),
-        "adapters": adapters.table(read_results(adapters.FILE)),
         **studies,
     }
 
@@ -242,7 +224,6 @@ def draw() -> None:
     scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
     auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
     scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
-    analysis.draw(read_results(training.FILE), 2, IMAGES / "quality.svg")
     draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
     quality.draw()
 

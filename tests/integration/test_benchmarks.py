@@ -15,7 +15,6 @@ from tests.helpers.jobs import run
     ("name", "shown"),
     [
         pytest.param("exchange", "| dgc |", marks=pytest.mark.slow),
-        pytest.param("training", "dgc", marks=pytest.mark.slow),
         pytest.param("quality", "| dgc |", marks=pytest.mark.slow),
     ],
 )
