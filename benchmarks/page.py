@@ -12,7 +12,6 @@ from benchmarks import auto, collectives, internet, scripts
 from benchmarks.exchange import against, tables
 from benchmarks.exchange.methods import FLOORS
 from benchmarks.exchange.tables import NAMES, TITLES, Row, milliseconds, ratio
-from benchmarks.integrations import __main__ as integrations
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import draw_growth
 from benchmarks.planning import __main__ as planning
@@ -207,7 +206,6 @@ def texts() -> dict[tuple[Path, str], str]:
         "docs/ddp.md": {"speed": without_horovod()},
         "docs/auto.md": {"cells": auto.table(read_results(auto.FILE))},
         "docs/internet.md": {"sooner": internet.table(read_results(internet.FILE))},
-        "docs/integrations.md": integrations.texts(),
         "docs/quality.md": quality.texts(),
         "docs/tuning.md": {"health": health.table(read_results(health.KEPT))},
     }
