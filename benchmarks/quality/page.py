@@ -9,33 +9,20 @@ import functools
 import itertools
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.quality import plots, runs, selection, tables
+from benchmarks.quality import plots, runs, tables
 from benchmarks.quality import variants as all_of
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, NODES, WORKERS
-from benchmarks.quality.selection import MOMENTS
 from benchmarks.quality.tables import Outcome, gaps, is_clear, paired
 from benchmarks.quality.tasks import ALL_TASKS, TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, ADAM_DENSE, AUTOMATIC, AVERAGED, LOCAL_STEPS, UNMASKED, VARIANTS
-from benchmarks.report import (
-    IMAGES,
-    label,
-    markdown,
-    mean_and_deviation,
-    panels,
-    read_results,
-    save_figure,
-    spread,
-    where,
-)
+from benchmarks.report import markdown, read_results, spread
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
-LEAST = "AdamW, dgc, 0.1% in 2 bits"
 NOTHING = f"0 runs are in benchmarks/results/{ADAM_KEPT.name} yet."
 LOSS = "loss minus dense AdamW, nats"
 # local variant -> the one without compression, and H
@@ -85,15 +72,6 @@ def _traffic(each: Outcome) -> float:
     if not variant.power_sgd:
         return each.traffic
     return (variant.dense_steps + (steps - variant.dense_steps) * each.traffic) / steps
-
-
-def matrix(found: Sequence[Outcome], variants: Sequence[str], columns: Sequence[tuple[int, float]]) -> str:
-    """A line a variant, a column for each N and length."""
-    cells = [[spread(to_dense(found, Run(TASK, name, n, length=x)), "+.3f") for n, x in columns] for name in variants]
-    if not any(map(any, cells)):
-        return NOTHING
-    head = [f"N = {n}, {Run(TASK, DENSE, n, length=x).steps:,} steps" for n, x in columns]
-    return markdown([LOSS, *head], [[_named(name), *row] for name, row in zip(variants, cells, strict=True)])
 
 
 def larger(local: Sequence[Outcome], adam: Sequence[Outcome]) -> str:
@@ -181,38 +159,13 @@ def blocks(local: Sequence[Outcome], adam: Sequence[Outcome]) -> dict[str, str]:
         local: of the study that has local steps.
         adam: of the study of compression at each step.
     """
-    by_workers = [(workers, LENGTHS[1]) for workers in ADAM_WORKERS]
     return {
         "adam": table(adam),
         "adam-local": table(adam, list(all_of.LOCAL_BETAS)),
-        "adam-workers": matrix(adam, (DGC, "AdamW, dgc, 0.3% in 2 bits"), by_workers),
-        "adam-lengths": matrix(adam, (DGC, LEAST), [(ADAM_WORKERS[0], length) for length in LENGTHS]),
         "larger": "\n\n".join(filter(None, (larger(local, adam), power_sgd(local, adam)))),
         "local": local_steps(local),
         "outer": outer_momentum(local),
     }
-
-
-def draw_adamw(found: Sequence[Outcome], file: Path) -> None:
-    """The gap over the density, a line for each number of ranks."""
-    figure, ((axes,),) = panels(width=5.4)
-    for workers, style in zip(WORKERS, ("-", "--"), strict=True):
-        points = []
-        for name in ADAM:
-            config = VARIANTS[name].config(ALL_TASKS[TASK].settings)
-            values = to_dense(found, Run(TASK, name, workers, length=LENGTHS[1]))
-            if config is not None and values and VARIANTS[name].betas == VARIANTS[DENSE].betas:
-                points.append((100 * config.density, *mean_and_deviation(values)))
-        if points:
-            axes.errorbar(*zip(*points, strict=True), fmt=f"o{style}", markersize=4, capsize=2, label=f"N = {workers}")
-            axes.legend(frameon=False, fontsize=8)
-    axes.axhline(0, color="#444444", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xlim(0.07, 70)
-    axes.set_xticks((0.1, 1, 10), ("0.1%", "1%", "10%"))
-    axes.minorticks_off()
-    label(axes, x="density (2 bits up to 1%, bfloat16 from 1% on)", y=LOSS)
-    save_figure(figure, file)
 
 
 SHARDED = ("sharded, k", "sharded, 2k", "sharded, 4k")
@@ -221,9 +174,8 @@ AUTO_SEED = 700  # the first of its study
 
 def texts() -> dict[str, str]:
     """The generated parts of the page, by marker."""
-    (found, adam), kept = _found(), read_results(selection.KEPT)
+    found, adam = _found()
     made = tables.blocks(found) | _blocks(found) | blocks(found, adam)
-    made |= {"vectors": vectors(kept), "gradients": gradients(kept)}
     made |= {"made-by": made_by(found), "quality": tables.by_length(found)}
     made["adam-made-by"] = made_by(adam, runs.ADAM_KEPT) if adam else NOTHING
     return made
@@ -287,9 +239,7 @@ def made_by(found: Sequence[Outcome], file: Path = runs.KEPT) -> str:
 
 def draw() -> None:
     """The plots of the page."""
-    found, adam = _found()
-    plots.draw(found, read_results(selection.KEPT))
-    draw_adamw(adam, IMAGES / "quality_adam.svg")
+    plots.draw(_found()[0])
 
 
 def _exchanges(found: Sequence[Outcome], length: float) -> str:
@@ -345,28 +295,3 @@ def _blocks(found: Sequence[Outcome]) -> dict[str, str]:
         for name, table in (("many-workers", _exchanges), ("many-workers-verdicts", _verdicts))
     }
     return {**many, "auto": _auto(found)}
-
-
-def vectors(kept: Mapping[str, Any]) -> str:
-    """The remainder on Gaussian vectors beside the bounds."""
-    lines = []
-    for row in kept[selection.VECTORS]["rows"]:
-        below = 1 - row["k"] / row["numel"]
-        left = (row["exact"], below**2, row["gaussian"], row["sampled"], row["random"], below)
-        lines.append([f"{row['k']:,}", *(f"{value:.5f}" for value in left)])
-    return markdown(["k of 100,000", "top-k", "(1 - k/d)²", "gaussian", "sampled", "random", "1 - k/d"], lines)
-
-
-def gradients(kept: Mapping[str, Any]) -> str:
-    """The remainder of top-k on gradients and residuals at the moments of a run that were looked at."""
-    lines = []
-    for name in selection.GRADIENTS:
-        found = kept[name]["rows"]
-        for tensor in dict.fromkeys(row["tensor"] for row in found):
-            mine = where(found, tensor=tensor)
-            below = 1 - mine[0]["k"] / mine[0]["numel"]
-            left = [f"{row['remainder']:.4f}" for row in mine]
-            tails = " ".join(f"{row['kurtosis']:.1f}" for row in mine)
-            lines.append([f"{name}, {tensor}", *left, f"{below**2:.4f}", f"{below:.4f}", tails])
-    moments = [f"{moment:.0%}" for moment in MOMENTS]
-    return markdown(["remainder of top-k", *moments, "(1 - k/d)²", "1 - k/d", "kurtosis"], lines)
