@@ -10,11 +10,8 @@ from typing import Any
 
 from benchmarks import auto, collectives, internet, scripts
 from benchmarks.exchange import against, tables
-from benchmarks.exchange.methods import FLOORS
 from benchmarks.exchange.tables import NAMES, TITLES, Row, milliseconds, ratio
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels.speed import draw_growth
-from benchmarks.planning import __main__ as planning
 from benchmarks.planning import scaling
 from benchmarks.quality import health
 from benchmarks.quality import page as quality
@@ -97,22 +94,6 @@ def machine(kept: Mapping[str, Any]) -> str:
     return "\n".join(sorted(used))
 
 
-def losses(rows: Sequence[Row]) -> str:
-    """Where dgc is no faster than the best of all that is not ours, in words."""
-    worse = []
-    places = dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows if row["workers"] > 1)
-    for model, workers, rate in places:
-        mine = {
-            name: row["ms"]["p50"] for name, row in by_method(rows, model=model, workers=workers, rate=rate).items()
-        }
-        others = [name for name in mine if name not in FLOORS and not name.startswith("dgc")]
-        best = min(others, key=mine.__getitem__, default=None)
-        if best and "dgc" in mine and mine["dgc"] >= mine[best]:
-            place = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}"
-            worse.append(f"{place} ({milliseconds(mine['dgc'])} ms, {best} {milliseconds(mine[best])} ms)")
-    return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
-
-
 def without_horovod() -> str:
     """Our hook of DDP beside torch's own, and beside our Horovod adapter."""
     (found,) = read_results(RESULTS / "ddp.json").values()
@@ -120,18 +101,6 @@ def without_horovod() -> str:
     own = times["dgc, DDP"][1]
     lines = [[name, tables.size(sent), milliseconds(ms), f"{ms / own:.2f}"] for name, (sent, ms) in times.items()]
     return markdown(["ResNet-50, 2 hosts, 1 Gbps", "sent a step", "ms a step", "time / dgc, DDP"], lines)
-
-
-def efficiency(rows: Sequence[Row]) -> str:
-    """Scaling efficiency over N, measured and modelled."""
-    lines = []
-    for rate, method in itertools.product(("1gbit", "10gbit"), ("dense", "dgc")):
-        mine = where(rows, model="resnet50", rate=rate)
-        known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, DENSITY)}
-        shown = [f"{scaling.efficiency(known[n]):.0%}" if n in known else "" for n in (2, 4, 8, *scaling.MODELLED)]
-        lines.append([f"{NAMES[rate]}, {method}", *shown])
-    head = ["", *(f"N = {n}" for n in (2, 4, 8)), *(f"N = {n}, modelled" for n in scaling.MODELLED)]
-    return markdown(head, lines)
 
 
 def readme_table(rows: Sequence[Row]) -> str:
@@ -161,9 +130,7 @@ def _network() -> dict[str, str]:
         "promises": promises(rows),
         "exchange": "\n\n".join([*map(tables.times, filter(None, cells)), made]),
         "nodes": tables.nodes(read_results(RESULTS / "nodes.json")),
-        "efficiency": efficiency(rows),
         "clusters": "\n\n".join(scaling.cluster_table(gigabit, density) for density in scaling.DENSITIES),
-        "losses": losses(rows),
     }
 
 
@@ -186,13 +153,9 @@ def _kernels() -> dict[str, str]:
 def _planning() -> dict[str, str]:
     """Of docs/planning.md, by marker."""
     rows = exchange_rows()
-    predicted = scaling.predict(rows, 2)
     return {
-        "predicted": scaling.summary(predicted),
-        "predicted-cells": scaling.cells(predicted),
-        "many": scaling.many(rows),
+        "predicted": scaling.summary(scaling.predict(rows, 2)),
         "latency": collectives.table(read_results(collectives.FILE)),
-        "simulated": planning.table(read_results(planning.FILE)),
     }
 
 
@@ -218,11 +181,7 @@ def draw() -> None:
     rows = exchange_rows()
     shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
     tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
-    tables.draw_bytes(rows, IMAGES / "bytes.svg")
-    scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
-    auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
     scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
-    draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
     quality.draw()
 
 

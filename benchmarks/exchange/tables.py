@@ -27,8 +27,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "torch DDP, PowerSGD 2": {"color": "#e69f00", "marker": "s", "linestyle": ":"},
     "published DGC": {"color": "#d55e00", "marker": "s"},
     "dgc": {"color": "#0072b2", "marker": "D", "linewidth": 2.2},
-    "dgc, gaussian": {"color": "#009e73", "marker": "D"},
-    "gaussian": {"color": "#009e73", "marker": "D"},
     "no exchange": {"color": "#bbbbbb", "marker": "", "linestyle": "--"},
 }
 _SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no exchange")
@@ -153,20 +151,4 @@ def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, fi
     line[0].set_ylabel("milliseconds a step")
     lines = line[-1].get_legend_handles_labels()
     figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
-    save_figure(figure, file)
-
-
-def draw_bytes(rows: Sequence[Row], file: Path) -> None:
-    """Bytes that leave a host in a step, a group of bars a model; N = 2."""
-    figure, ((axes,),) = panels(width=7.2, height=3.6)
-    models = [model for model in TITLES if where(rows, workers=2, model=model)]
-    for place, method in enumerate(_SHOWN[:-1]):  # all but no exchange
-        for at, model in enumerate(models):
-            for row in where(rows, workers=2, model=model, method=method)[:1]:
-                label = method if at == 0 else None
-                axes.bar(at + (place - 2) * 0.17, row["bytes"], 0.16, color=STYLES[method]["color"], label=label)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(models)), [TITLES[model] for model in models])
-    axes.set_ylabel("bytes a step, from each host")
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
     save_figure(figure, file)

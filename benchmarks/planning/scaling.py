@@ -3,13 +3,10 @@
 Efficiency is ``throughput(N) / (N * throughput(1))``. For a job that computes for T a step and hides nothing of the
 exchange E(N) behind it, that is ``T / (T + E(N))``.
 
-For N beyond those measured it is what two hosts took, and what the planner (`dgc_horovod.planning`) says of N more than
-of two. At N = 2 there is a core for each rank.
-
-For clusters of nodes of eight workers, up to 1,024, it is the planner's answer: bytes of a card, and efficiency of
-ResNet-50. Of the machine: compression is what two hosts took beside the link, for all elements on one CPU thread;
-decoding is from `benchmarks.kernels decode`. The rest is the planner's own (docs/planning.md): 20 us of latency, 10
-GB/s between the workers of a node.
+For clusters of nodes of eight workers, up to 1,024, it is the answer of the planner (`dgc_horovod.planning`): bytes of
+a card, and efficiency of ResNet-50. Of the machine: compression is what two hosts took beside the link, for all elements
+on one CPU thread; decoding is from `benchmarks.kernels decode`. The rest is the planner's own (docs/planning.md): 20 us
+of latency, 10 GB/s between the workers of a node.
 
 What a prediction of a measured step knows: the model's shapes, density, N, the nominal rate of the link; and constants
 of the machine from one other cell, ResNet-50 between two hosts whose link is not shaped, which is therefore not counted
@@ -34,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.exchange.tables import FILE, NAMES, STYLES, TITLES, Row, milliseconds
+from benchmarks.exchange.tables import FILE, Row
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import nanoseconds_an_element
 from benchmarks.report import label, markdown, panels, read_results, save_figure, where
@@ -46,7 +43,6 @@ from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import DENSE, FP16, POWER_SGD, Cost, cost
 
 COMPUTE_MS = 200.0
-MODELLED = (16, 32, 64)
 MODEL, NODE_SIZE, WORKERS = "resnet50", 8, (16, 32, 64, 128, 256, 512, 1024)
 RATES = {"1 Gbps": 1e9, "10 Gbps": 1e10}
 DENSITIES, MEASURED_DENSITY = (0.001, 0.01), 0.001
@@ -69,29 +65,6 @@ def measured(rows: Sequence[Row], method: str) -> dict[int, float]:
         method: its name in the rows.
     """
     return {row["workers"]: row["ms"]["p50"] for row in sorted(where(rows, method=method), key=_workers)}
-
-
-def modelled(rows: Sequence[Row], method: str, density: float) -> dict[int, float]:
-    """N -> milliseconds of the exchange by the model above; empty where N = 2 was not measured.
-
-    Args:
-        rows: of one model and one rate.
-        method: "dense" or "dgc".
-        density: of what was measured.
-    """
-    at_two = measured(rows, method).get(2)
-    if at_two is None:
-        return {}
-    tensors = specs(rows[0]["model"])
-    config = DGCConfig(density=density)
-    machine = Machine(COMPUTE_MS / 1e3, overlap=0.0, decode=decode_nanoseconds() / 1e9).over_gloo()
-
-    def planned(workers: int) -> float:
-        cluster = Cluster(workers, Link(BITS[rows[0]["rate"]]))
-        found = cost(DENSE if method == "dense" else FLAT, tensors, config, cluster, machine)
-        return 1e3 * (found.network_seconds + found.cpu_seconds)
-
-    return {workers: at_two + planned(workers) - planned(2) for workers in MODELLED}
 
 
 @functools.cache
@@ -180,31 +153,6 @@ def draw_clusters(rows: Sequence[Row], file: Path) -> None:
         axes.set_ylabel("modelled efficiency, %")
     lines = grid[0, 0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
-    save_figure(figure, file)
-
-
-def draw_efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: float, file: Path) -> None:
-    """Scaling efficiency over N, a panel a rate: measured (points) and modelled (dashed)."""
-    figure, (line,) = panels(len(rates), sharey=True)
-    for axes, rate in zip(line, rates, strict=True):
-        mine = where(rows, model=model, rate=rate)
-        for method in ("dense", "fp16", "published DGC", "dgc"):
-            style = {**STYLES[method], "markersize": 5}
-            found = {n: 100 * efficiency(ms) for n, ms in measured(mine, method).items()}
-            if not found:
-                continue
-            axes.semilogx(*zip(*found.items(), strict=True), label=method, **style)
-            if method in ("dense", "dgc"):
-                guess = {2: found[2]} if 2 in found else {}
-                guess |= {n: 100 * efficiency(ms) for n, ms in modelled(mine, method, density).items()}
-                dashed = {**style, "linestyle": "--", "markerfacecolor": "white", "linewidth": 1.2}
-                axes.semilogx(list(guess), list(guess.values()), label=f"{method}, modelled", **dashed)
-        axes.set_xticks((2, 4, 8, *MODELLED), map(str, (2, 4, 8, *MODELLED)))
-        axes.minorticks_off()
-        axes.set_ylim(0, 100)
-        label(axes, f"{TITLES[model]}, {NAMES[rate]}", x="hosts, N")
-    line[0].set_ylabel("scaling efficiency, %")
-    line[0].legend(frameon=False, fontsize=8)
     save_figure(figure, file)
 
 
@@ -310,25 +258,4 @@ def summary(found: Sequence[Prediction]) -> str:
             texts += [f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
         lines.append(texts)
     head = ["", "cells", "median error", "largest", "phases of the other cell: median error", "largest"]
-    return markdown(head, lines)
-
-
-def cells(found: Sequence[Prediction]) -> str:
-    """Each cell: measured, predicted, error."""
-    lines = []
-    for each in found:
-        place = f"{each.row['model']}, {NAMES[each.row['rate']]}, {each.row['method']}"
-        errors = f"{each.error:+.0%}", f"{each.error_without:+.0%}"
-        lines.append([place, milliseconds(each.measured), milliseconds(each.ms), *errors])
-    return markdown(["N = 2", "measured, ms", "predicted, ms", "error", "error with the other cell's phases"], lines)
-
-
-def many(rows: Sequence[Row]) -> str:
-    """Four and eight hosts, whose ranks share two cores: what the network takes, and what is beside it."""
-    lines = []
-    for each in (*predict(rows, 4), *predict(rows, 8)):
-        row, wait = each.row, each.row["phases_ms"].get("wait")
-        times = map(milliseconds, (each.measured, _network_ms(row), wait, each.without))
-        lines.append([f"{row['model']}, N = {row['workers']}, {row['method']}", *times])
-    head = ["1 Gbps", "measured, ms", "network, predicted", "wait, measured", "predicted with a core a rank"]
     return markdown(head, lines)
