@@ -4,9 +4,9 @@ Efficiency is ``throughput(N) / (N * throughput(1))``. For a job that computes f
 exchange E(N) behind it, that is ``T / (T + E(N))``.
 
 For clusters of nodes of eight workers, up to 1,024, it is the answer of the planner (`dgc_horovod.planning`): bytes of
-a card, and efficiency of ResNet-50. Of the machine: compression is what two hosts took beside the link, for all elements
-on one CPU thread; decoding is from `benchmarks.kernels decode`. The rest is the planner's own (docs/planning.md): 20 us
-of latency, 10 GB/s between the workers of a node.
+a card, and efficiency of ResNet-50. Of the machine: compression is what two hosts took beside the link, for all
+elements on one CPU thread; decoding is from `benchmarks.kernels decode`. The rest is the planner's own
+(docs/planning.md): 20 us of latency, 10 GB/s between the workers of a node.
 
 What a prediction of a measured step knows: the model's shapes, density, N, the nominal rate of the link; and constants
 of the machine from one other cell, ResNet-50 between two hosts whose link is not shaped, which is therefore not counted
