@@ -181,8 +181,6 @@ def draw() -> None:
     rows = exchange_rows()
     shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
     tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
-    scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
-    quality.draw()
 
 
 def main() -> None:

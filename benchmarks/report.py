@@ -206,25 +206,18 @@ def label(axes: Any, title: str = "", x: str = "", y: str = "") -> None:
 def save_figure(figure: Any, file: Path) -> None:
     """Write a plot of matplotlib, small enough for a page; the same figures make the same file.
 
-    SVG: text stays text (where DejaVu is not installed, the reader's own sans-serif takes its place), and coordinates
-    have two decimals of a point. PNG, for what has thousands of points: a palette of 32 colours.
+    Text stays text (where DejaVu is not installed, the reader's own sans-serif takes its place), and coordinates have
+    two decimals of a point.
 
     Args:
         figure: it is closed.
-        file: ends in ``.svg`` or ``.png``.
+        file: SVG.
     """
     import matplotlib.pyplot as plt
-    from PIL import Image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = io.BytesIO()
-    if file.suffix == ".png":
-        figure.savefig(written, format="png", dpi=120)
-        picture = Image.open(written).convert("RGB")
-        picture.quantize(32, dither=Image.Dither.NONE).save(file, optimize=True)
-    else:
-        fonts = ["DejaVu Sans", "Verdana", "Arial"]
-        with plt.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none", "font.sans-serif": fonts}):
-            figure.savefig(written, format="svg", metadata={"Date": None})
-        file.write_text(re.sub(r"(\.\d\d)\d+", r"\1", written.getvalue().decode()))
+    written, fonts = io.BytesIO(), ["DejaVu Sans", "Verdana", "Arial"]
+    with plt.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none", "font.sans-serif": fonts}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    file.write_text(re.sub(r"(\.\d\d)\d+", r"\1", written.getvalue().decode()))
     plt.close(figure)

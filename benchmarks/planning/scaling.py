@@ -28,13 +28,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.exchange.tables import FILE, Row
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import nanoseconds_an_element
-from benchmarks.report import label, markdown, panels, read_results, save_figure, where
+from benchmarks.report import markdown, read_results, where
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
@@ -132,28 +131,6 @@ def cluster_table(rows: Sequence[Row], density: float) -> str:
 
 def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.{max(0, 2 - int(math.log10(max(nbytes, 1e6) / 1e6)))}f}"
-
-
-def draw_clusters(rows: Sequence[Row], file: Path) -> None:
-    """Efficiency over the number of workers, a panel a rate and density."""
-    figure, grid = panels(2, 2, 4.2, 3.0, sharex=True, sharey=True)
-    for line, density in zip(grid, DENSITIES, strict=True):
-        for axes, (name, rate) in zip(line, RATES.items(), strict=True):
-            for method in (DENSE, FP16, *METHODS):
-                found = [100 * point(method, workers, density, rate, rows).efficiency for workers in WORKERS]
-                style = "--" if method in (DENSE, FP16) else "-"
-                axes.semilogx(WORKERS, found, style, marker="o", markersize=4, base=2, label=method)
-            axes.set_xticks(WORKERS, [f"{n:,}" for n in WORKERS], fontsize=8)
-            axes.minorticks_off()
-            axes.set_ylim(0, 100)
-            label(axes, f"density {density:.1%}, {name}")
-    for axes in grid[-1]:
-        axes.set_xlabel("workers, eight a node")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("modelled efficiency, %")
-    lines = grid[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
-    save_figure(figure, file)
 
 
 # The planner's method, and how many ranks PowerSGD has; published DGC is none of them

@@ -1,4 +1,4 @@
-"""The tables and plots of docs/quality.md, from the files of the study.
+"""The tables of docs/quality.md, from the files of the study.
 
 First AdamW, compressed at each step and with local steps, beside dense AdamW of the same seed; then the others.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.quality import plots, runs, tables
+from benchmarks.quality import runs, tables
 from benchmarks.quality import variants as all_of
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, NODES, WORKERS
 from benchmarks.quality.tables import Outcome, gaps, is_clear, paired
@@ -193,10 +193,7 @@ def in_short() -> str:
         return statistics.mean(tables.GOALS[task].gap(row)), row.run.steps
 
     def of_adam(run: Run) -> str:
-        values, seeds = to_dense(adam, run), ""
-        if len(values) < 3:
-            seeds = f" (of {len(values)} seed{'s' * (len(values) > 1)})"
-        return f"{statistics.mean(values):+.2f} nats{seeds} for {less(adam, run)} of the bytes"
+        return f"{statistics.mean(to_dense(adam, run)):+.2f} nats for {less(adam, run)} of the bytes"
 
     transformer = Run(TASK, DGC, 4, length=LENGTHS[1])
     coarse, gpt = replace(transformer, variant="AdamW, dgc, 0.3% in 2 bits"), Run("gpt", DGC, 4)
@@ -205,15 +202,11 @@ def in_short() -> str:
         "In runs that are long enough, yes. On small models, four ranks, three seeds ([all figures](docs/quality.md)), "
         f"against dense training: images with SGD at 0.1% after {steps:,} steps {images:+.1f} points of accuracy; an "
         f"LSTM with SGD at 0.5% after {lstm_steps:,} steps {lstm:+.2f} nats of loss; a Transformer with **AdamW** "
-        f"after {transformer.steps:,} steps {of_adam(transformer)} at 1%, {of_adam(coarse)} at 0.3% in 2 bits"
-    )
-    if to_dense(adam, gpt):
-        text += f"; a GPT of 5 M with AdamW after {gpt.steps:,} steps {of_adam(gpt)} at 1%"
-        text += f", {of_adam(replace(gpt, variant=coarse.variant))} at 0.3% in 2 bits"
-    text += (
-        f". SGD runs a tenth as long end behind, by {-gap('images', short)[0]:.1f} points and "
-        f"{gap('lstm', short)[0]:.2f} nats. AdamW needs neither dense steps nor a density warm-up "
-        "([settings](docs/tuning.md#adam-and-adamw))."
+        f"after {transformer.steps:,} steps {of_adam(transformer)} at 1%, {of_adam(coarse)} at 0.3% in 2 bits; "
+        f"a GPT of 5 M with AdamW after {gpt.steps:,} steps {of_adam(gpt)} at 1%, "
+        f"{of_adam(replace(gpt, variant=coarse.variant))} at 0.3% in 2 bits. SGD runs a tenth as long end behind, "
+        f"by {-gap('images', short)[0]:.1f} points and {gap('lstm', short)[0]:.2f} nats. AdamW needs neither dense "
+        "steps nor a density warm-up ([settings](docs/tuning.md#adam-and-adamw))."
     )
     return "\n".join(textwrap.wrap(text, 150, break_long_words=False, break_on_hyphens=False))
 
@@ -235,11 +228,6 @@ def made_by(found: Sequence[Outcome], file: Path = runs.KEPT) -> str:
         f"{len(found)} runs of {seeds} seeds, {steps:,.0f} steps (median {middle:.0f} a run), on {used['processor']}, "
         f"with {versions}."
     )
-
-
-def draw() -> None:
-    """The plots of the page."""
-    plots.draw(_found()[0])
 
 
 def _exchanges(found: Sequence[Outcome], length: float) -> str:
