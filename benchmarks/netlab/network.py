@@ -69,8 +69,9 @@ def call(*command: str) -> str:
     return done.stdout
 
 
-def lacking() -> str | None:
-    """The requirement of all commands that is missing here, and its remedy; None if all are met."""
+@functools.cache
+def unavailable() -> str | None:
+    """Why no lab can be brought up on this machine, and what to do; None if one can. It is tried for real."""
     if os.geteuid():
         return f"network namespaces need root: run it with sudo {sys.executable}"
     missing = [command for command in PACKAGES if shutil.which(command) is None]
@@ -79,6 +80,10 @@ def lacking() -> str | None:
         return f"not found: {', '.join(missing)}; install {packages}"
     if importlib.util.find_spec("asyncssh") is None:
         return "the Python package asyncssh, the hosts' ssh server, is not installed: pip install asyncssh"
+    try:
+        _probe()
+    except NetlabError as error:
+        return f"{error}; if this is a container, start it with --privileged"
     return None
 
 
@@ -226,18 +231,6 @@ def remove(name: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     call("ip", "netns", "del", name)
-
-
-@functools.cache
-def unavailable() -> str | None:
-    """Why no lab can be brought up on this machine, and what to do; None if one can. It is tried for real."""
-    if reason := lacking():
-        return reason
-    try:
-        _probe()
-    except NetlabError as error:
-        return f"{error}; if this is a container, start it with --privileged"
-    return None
 
 
 def _probe() -> None:
