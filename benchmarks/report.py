@@ -196,13 +196,6 @@ def panels(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
 
 
-def label(axes: Any, title: str = "", x: str = "", y: str = "") -> None:
-    """Title, names of the two axes where they are given, and a light grid."""
-    axes.set_title(title, fontsize=10)
-    axes.set(xlabel=x or axes.get_xlabel(), ylabel=y or axes.get_ylabel())
-    axes.grid(alpha=0.3)
-
-
 def save_figure(figure: Any, file: Path) -> None:
     """Write a plot of matplotlib, small enough for a page; the same figures make the same file.
 

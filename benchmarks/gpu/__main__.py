@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import triton  # noqa: E402
 
 from benchmarks.gpu import adapter, checks, say, timing  # noqa: E402
 from benchmarks.gpu.page import tables, verdicts  # noqa: E402
+from benchmarks.processes import ended_within  # noqa: E402
 from benchmarks.report import environment, read_results, write_results  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
 
@@ -78,17 +78,6 @@ def sanitize() -> dict[str, str]:
             found[tool] = f"not done after {_SANITIZER_SECONDS} s"
         say(f"{tool}: {found[tool]}")
     return found
-
-
-def ended_within(command: list[str], seconds: float, **options: Any) -> tuple[int, str]:
-    """Exit code and output of a command; TimeoutExpired if it takes longer: it is killed with all that it started."""
-    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
-        try:
-            output = process.communicate(timeout=seconds)[0]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, output
 
 
 def in_turn(names: list[str], device: str) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.report import IMAGES, RESULTS, markdown, read_results, spread
+from benchmarks.report import RESULTS, markdown, read_results, spread
 
 LARGE, SLOWER_AT_MOST, SMALL_SLOWER_AT_MOST = 100_000_000, 1.5, 2.0  # elements; of models that have as many, of others
 DECODE_AT_MOST, IDLE_AT_MOST = 0.5, 5.0  # times compress; percent of compress
@@ -150,25 +150,11 @@ def _place(found: dict[str, Any]) -> tuple[Any, ...]:
     return found["run"]["workers"], found["run"]["seed"], found["steps"], found["rate"], found["text"]
 
 
-def quality_plot(runs: dict[str, Any], file: Path) -> None:
-    """Held-out loss over the steps of every run."""
-    figure, ((axes,),) = report.panels(width=6.4, height=4.2)
-    for key, found in runs.items():
-        style = {"linestyle": "--", "color": "black"} if "traffic" not in found else {}
-        steps, losses, _ = zip(*found["curve"], strict=True)
-        axes.plot(steps, losses, label=key.split(", ", 1)[1], **style)
-    report.label(axes, x="step", y="loss on held-out text, nats a token")
-    axes.legend(frameon=False, fontsize=7)
-    report.save_figure(figure, file)
-
-
 def keep_quality(file: Path) -> None:
-    """Keep the runs of `scripts/gpu_quality`: table, plot and results."""
+    """Keep the runs of `scripts/gpu_quality`: table and results."""
     runs = dict(sorted(read_results(file).items(), key=lambda found: list(found[1]["run"].values())))
     shutil.copy(file, RESULTS)
-    quality_plot(runs, IMAGES / "gpu-quality.svg")
-    text = f"{quality_table(runs)}\n\n![loss over steps](images/gpu-quality.svg)"
-    report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu quality", text)
+    report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu quality", quality_table(runs))
 
 
 def main() -> None:

@@ -56,31 +56,17 @@ def efficiency(exchange_ms: float, compute_ms: float = COMPUTE_MS) -> float:
     return compute_ms / (compute_ms + exchange_ms)
 
 
-def measured(rows: Sequence[Row], method: str) -> dict[int, float]:
-    """N -> median milliseconds of the exchange.
-
-    Args:
-        rows: of one model and one rate.
-        method: its name in the rows.
-    """
-    return {row["workers"]: row["ms"]["p50"] for row in sorted(where(rows, method=method), key=_workers)}
-
-
 @functools.cache
 def specs(model: str) -> tuple[TensorSpec, ...]:
     """A model's tensors."""
     return tuple(TensorSpec(name, tuple(shape)) for name, shape in SHAPES[model]())
 
 
-def _workers(row: Row) -> int:
-    return int(row["workers"])
-
-
 def decode_nanoseconds() -> float:
     """For each element received from each rank; the most of those measured at the largest N."""
     rows = read_results(kernels.FILE)["decode"]["rows"]
-    largest = max(map(_workers, rows))
-    return max(nanoseconds_an_element(rows, row) or 0.0 for row in rows if row["workers"] == largest)
+    largest = max(row["workers"] for row in rows)
+    return max(nanoseconds_an_element(rows, row) or 0.0 for row in where(rows, workers=largest))
 
 
 class Point(NamedTuple):
@@ -113,7 +99,8 @@ def _machine(rows: Sequence[Row]) -> Machine:
     machine = replace(machine, decode=decode_nanoseconds() / 1e9)
     tensors = specs(MODEL)
     beside = cost(FLAT, tensors, DGCConfig(density=MEASURED_DENSITY), Cluster(2, Link(1e9)), machine)
-    rest = measured(rows, "dgc")[2] / 1e3 - beside.network_seconds - beside.cpu_seconds
+    (row,) = where(rows, method="dgc", workers=2)
+    rest = row["ms"]["p50"] / 1e3 - beside.network_seconds - beside.cpu_seconds
     return replace(machine, compress=rest / sum(spec.numel for spec in tensors))
 
 
@@ -148,29 +135,6 @@ PLANNED = {
 KNOWN = ("resnet50", 2, "none")
 _RANK = 2
 _ALONE = Machine(1e-9, overlap=0.0, compress=0.0, encode=0.0, decode=0.0, update=0.0, overhead=0.0, factorise=0.0)
-
-
-class Prediction(NamedTuple):
-    """A row of the exchange study, milliseconds as predicted, and those predicted without its phases."""
-
-    row: Row
-    ms: float
-    without: float
-
-    @property
-    def error(self) -> float:
-        """Relative, of `ms`."""
-        return self.ms / self.measured - 1
-
-    @property
-    def error_without(self) -> float:
-        """Relative, of `without`."""
-        return self.without / self.measured - 1
-
-    @property
-    def measured(self) -> float:
-        """Median milliseconds."""
-        return float(self.row["ms"]["p50"])
 
 
 @functools.cache
@@ -210,29 +174,31 @@ def calibrated(known: Row) -> Machine:
     return replace(_ALONE, compress=phases["compress"] / n, update=phases["decode"] / n, overhead=overhead)
 
 
-def predict(rows: Sequence[Row], workers: int) -> list[Prediction]:
-    """Every row of the planner's methods among so many hosts but those that the constants are of."""
+def predict(rows: Sequence[Row], workers: int) -> list[tuple[str, float, float]]:
+    """Of every row of the planner's methods among so many hosts but the known cell's: method, and relative errors.
+
+    First with the cell's own phases, then with those of the known one.
+    """
     known = {row["method"]: row for row in rows if _place(row) == KNOWN}
     found = []
     for row in where(rows, workers=workers):
         if row["method"] in PLANNED and _place(row) != KNOWN:
-            machine, phases = calibrated(known[row["method"]]), row["phases_ms"]
+            machine, phases, ms = calibrated(known[row["method"]]), row["phases_ms"], row["ms"]["p50"]
             priced = _cost(row, machine)
             own = without = 1e3 * (priced.network_seconds + priced.cpu_seconds)
             if phases:
                 own = _network_ms(row) + 1e3 * machine.overhead + phases["compress"] + phases["decode"]
-            found.append(Prediction(row, own, without))
+            found.append((row["method"], own / ms - 1, without / ms - 1))
     return found
 
 
-def summary(found: Sequence[Prediction]) -> str:
+def summary(found: Sequence[tuple[str, float, float]]) -> str:
     """How far off, by method and all together."""
     lines = []
     for method in (*PLANNED, ""):
-        mine = [each for each in found if method in ("", each.row["method"])]
-        texts = [method or "**all**", str(len(mine))]
-        for errors in ([abs(each.error) for each in mine], [abs(each.error_without) for each in mine]):
-            texts += [f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
-        lines.append(texts)
+        mine = [errors for name, *errors in found if method in ("", name)]
+        columns = [[abs(error) for error in errors] for errors in zip(*mine, strict=True)]
+        figures = [f"{figure:.0%}" for errors in columns for figure in (statistics.median(errors), max(errors))]
+        lines.append([method or "**all**", len(mine), *figures])
     head = ["", "cells", "median error", "largest", "phases of the other cell: median error", "largest"]
     return markdown(head, lines)

@@ -175,10 +175,13 @@ AUTO_SEED = 700  # the first of its study
 def texts() -> dict[str, str]:
     """The generated parts of the page, by marker."""
     found, adam = _found()
-    made = tables.blocks(found) | _blocks(found) | blocks(found, adam)
-    made |= {"made-by": made_by(found), "quality": tables.by_length(found)}
-    made["adam-made-by"] = made_by(adam, runs.ADAM_KEPT) if adam else NOTHING
-    return made
+    made, lengths = tables.blocks(found) | blocks(found, adam), LENGTHS[:2]
+    many = zip(*(many_workers(found, length) for length in lengths), strict=True)
+    for marker, parts in zip(("many-workers", "many-workers-verdicts"), many, strict=True):
+        by_length = zip(lengths, parts, strict=True)
+        made[marker] = "\n\n".join(f"×{length:g} the steps\n\n{table}" for length, table in by_length)
+    made |= {"auto": automatic(found), "made-by": made_by(found), "quality": tables.by_length(found)}
+    return made | {"adam-made-by": made_by(adam, runs.ADAM_KEPT)}
 
 
 def in_short() -> str:
@@ -230,29 +233,25 @@ def made_by(found: Sequence[Outcome], file: Path = runs.KEPT) -> str:
     )
 
 
-def _exchanges(found: Sequence[Outcome], length: float) -> str:
-    """Loss of each exchange less that of dense training of the same seed."""
-    lines = []
-    for task, (workers, node_size) in itertools.product(TASKS, NODES.items()):
-        runs = [Run(task, name, workers, length=length) for name in ("dense", "dgc", *_pairs(node_size))]
-        cells = [spread(gaps(found, run, runs[0]), "+.3f") for run in runs[1:]]
-        if any(cells):
-            lines.append([f"{TASKS[task].title}, N = {workers}, nodes of {node_size}", *cells])
-    beside = (part for name in ("nodes", *SHARDED) for part in (name, "flat, same bytes"))
-    return markdown(["loss minus dense, nats", "flat", *beside], lines)
+def many_workers(found: Sequence[Outcome], length: float) -> tuple[str, str]:
+    """Each exchange less dense training of the same seed, and less the flat exchange of as many bytes.
 
-
-def _verdicts(found: Sequence[Outcome], length: float) -> str:
-    """Each exchange less the flat one of as many bytes, bold where chance puts it so far from 0 once in 20 times."""
-    lines = []
+    The latter bold where chance puts it so far from 0 once in 20 times.
+    """
+    to_dense, to_flat = [], []
     for task, (workers, node_size) in itertools.product(TASKS, NODES.items()):
-        runs = [Run(task, name, workers, length=length) for name in _pairs(node_size)]
-        differences = [gaps(found, run, flat) for run, flat in zip(runs[::2], runs[1::2], strict=True)]
+        names = ("dense", "dgc", *_pairs(node_size))
+        dense, flat, *pairs = (Run(task, name, workers, length=length) for name in names)
+        differences = [gaps(found, run, beside) for run, beside in zip(pairs[::2], pairs[1::2], strict=True)]
         if any(differences):
+            title = f"{TASKS[task].title}, N = {workers}"
+            cells = [spread(gaps(found, run, dense), "+.3f") for run in (flat, *pairs)]
+            to_dense.append([f"{title}, nodes of {node_size}", *cells])
             bold = ["**" if is_clear(values) else "" for values in differences]
-            cells = [f"{b}{spread(values, '+.3f')}{b}" for b, values in zip(bold, differences, strict=True)]
-            lines.append([f"{TASKS[task].title}, N = {workers}", *cells])
-    return markdown(["loss minus flat of the same bytes, nats", "nodes", *SHARDED], lines)
+            to_flat.append([title, *(f"{b}{spread(x, '+.3f')}{b}" for b, x in zip(bold, differences, strict=True))])
+    beside = (part for name in ("nodes", *SHARDED) for part in (name, "flat, same bytes"))
+    first = markdown(["loss minus dense, nats", "flat", *beside], to_dense)
+    return first, markdown(["loss minus flat of the same bytes, nats", "nodes", *SHARDED], to_flat)
 
 
 def _pairs(node_size: int) -> list[str]:
@@ -260,7 +259,7 @@ def _pairs(node_size: int) -> list[str]:
     return [part for name in (f"nodes of {node_size}", *SHARDED) for part in (name, f"dgc, bytes of {name}")]
 
 
-def _auto(found: Sequence[Outcome]) -> str:
+def automatic(found: Sequence[Outcome]) -> str:
     """A line a task and length: density, loss and accuracy less those of dense training of the same seed."""
     names = ("dense", *AUTOMATIC, *UNMASKED)
     shown = tables.rows_of(found, lambda run: run.seed >= AUTO_SEED and run.variant in names)
@@ -274,12 +273,3 @@ def _auto(found: Sequence[Outcome]) -> str:
             lines.append([title, f"{fields['density']:.1%}", masked, *differences, str(len(row.loss_gap))])
     head = ["N = 4, auto minus dense", "density", "momentum masked", "loss, nats", "accuracy, points", "seeds"]
     return markdown(head, lines)
-
-
-def _blocks(found: Sequence[Outcome]) -> dict[str, str]:
-    lengths = [x for x in LENGTHS[:2] if any(each.run.workers in NODES and each.run.length == x for each in found)]
-    many = {
-        name: "\n\n".join(f"×{length:g} the steps\n\n{table(found, length)}" for length in lengths)
-        for name, table in (("many-workers", _exchanges), ("many-workers-verdicts", _verdicts))
-    }
-    return {**many, "auto": _auto(found)}
