@@ -171,7 +171,7 @@ def main() -> None:
     shutil.copy(folder / "gpu.json", RESULTS)
     parts = [
         f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}, Python {machine['python']}; "
-        + "; ".join(_count(what, figures.get(name, {})) for name, what in _WITH_VERDICTS.items()),
+        + "; ".join(_count(what, figures[name]) for name, what in _WITH_VERDICTS.items() if name in figures),
         tables(figures),
         "\n".join(f"- {line}" for line in verdicts(figures)),
     ]
