@@ -1,4 +1,4 @@
-"""Makes the tables and plots of the README, of pages in docs and of examples/README.md from the files of results."""
+"""Makes the tables of the README, its plot, and the tables of pages in docs and of examples/README.md from the files of results."""
 
 from __future__ import annotations
 
@@ -176,20 +176,14 @@ def texts() -> dict[tuple[Path, str], str]:
     return made | scripts.texts()
 
 
-def draw() -> None:
-    """The plots of the pages."""
-    rows = exchange_rows()
-    shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
-    tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
-
-
 def main() -> None:
     """Everything, from what is in benchmarks/results."""
-    made = texts()
+    made, rows = texts(), exchange_rows()
     for (file, marker), text in made.items():
         write_into_page(file, marker, text)
-    draw()
-    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))} and their plots")
+    shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
+    tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
+    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))}, README's plot")
 
 
 if __name__ == "__main__":

@@ -188,14 +188,6 @@ def write_into_page(page: Path, marker: str, text: str) -> None:
     page.write_text(made)
 
 
-def panels(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 3.4, **more: Any) -> tuple[Any, Any]:
-    """A figure of matplotlib, and its panels as an array of rows."""
-    import matplotlib.pyplot as plt
-
-    size = (width * columns, height * rows)
-    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
-
-
 def save_figure(figure: Any, file: Path) -> None:
     """Write a plot of matplotlib, small enough for a page; the same figures make the same file.
 

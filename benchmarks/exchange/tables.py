@@ -1,4 +1,4 @@
-"""The rows of the exchange as plots and tables: methods down, rates across; and hosts of several ranks."""
+"""The rows of the exchange as tables and a plot: methods down, rates across; and hosts of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, markdown, panels, save_figure, where
+from benchmarks.report import RESULTS, markdown, save_figure, where
 
 FILE = RESULTS / "exchange.json"
 Row = dict[str, Any]
@@ -29,7 +29,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "dgc": {"color": "#0072b2", "marker": "D", "linewidth": 2.2},
     "no exchange": {"color": "#bbbbbb", "marker": "", "linestyle": "--"},
 }
-_SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no exchange")
 
 
 def median(rows: Iterable[Row], method: str, rate: str) -> float | None:
@@ -136,15 +135,18 @@ def node_table(rows: Sequence[Row]) -> str:
 
 def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: Path) -> None:
     """Time of the exchange between so many workers over the link's rate, a panel a model."""
-    figure, (line,) = panels(len(models), width=4.2 + 1.8 / len(models), height=3.8, sharey=True)
+    import matplotlib.pyplot as plt
+
+    size = ((4.2 + 1.8 / len(models)) * len(models), 3.8)
+    figure, (line,) = plt.subplots(1, len(models), figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axes, model in zip(line, models, strict=True):
         mine = where(rows, model=model, workers=workers)
         rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
-        for method in _SHOWN:
+        for method, style in STYLES.items():
             points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
             points = [point for point in points if point[1] is not None]
             if points:
-                axes.semilogy(*zip(*points, strict=True), label=method, **{**STYLES[method], "markersize": 5})
+                axes.semilogy(*zip(*points, strict=True), label=method, **{**style, "markersize": 5})
         axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
         axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
         axes.grid(alpha=0.3, which="major")
