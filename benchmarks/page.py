@@ -1,4 +1,4 @@
-"""Makes the tables of the README, its plot, and the tables of pages in docs and of examples/README.md from the files of results."""
+"""Makes the tables of the README, of pages in docs and of examples/README.md, and a plot, from the files of results."""
 
 from __future__ import annotations
 
