@@ -175,7 +175,7 @@ while True:  # until each knows where the other is
     except TimeoutError:
         pass
 sent, times = {}, []
-for i in range(400):
+for i in range(100):  # fewer than a socket holds
     sent[i] = time.perf_counter()
     link.sendto(str(i).encode(), (sys.argv[1], 5002))
     time.sleep(0.001)
@@ -186,7 +186,7 @@ while True:
         break
     if i >= 0:
         times.append(time.perf_counter() - sent[i])
-print(len(times) / 400, min(times))
+print(len(times) / 100, min(times))
 """
 
 
