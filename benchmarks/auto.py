@@ -10,7 +10,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from benchmarks.exchange.tables import NAMES
 from benchmarks.netlab import lab
 from benchmarks.quality.tasks import GPT_BLOCKS, GPT_WIDTH, Bytes, TransformerModel
 from benchmarks.ranks import launch
-from benchmarks.report import RESULTS, complete, markdown, panels, read_results, save_figure, slowest
+from benchmarks.report import RESULTS, complete, markdown, read_results, slowest
 from benchmarks.timing import wall_clock
 from dgc_horovod.planning.trial import Trial
 
@@ -247,21 +246,6 @@ def table(kept: Mapping[str, Cell]) -> str:
         ])  # fmt: skip
     head = ["auto chooses", "auto / best by hand", "80% of pairs", f"{RUN} steps of auto / dense"]
     return markdown(["ms a step", *METHODS, *head], lines)
-
-
-def draw(kept: Mapping[str, Cell], file: Path) -> None:
-    """Time of a step by method over that of the best by hand, a group of bars a cell."""
-    figure, ((axes,),) = panels(width=8)
-    cells = _in_order(kept)
-    for i, (method, color) in enumerate(zip((*BY_HAND, AUTO), ("0.6", "C0", "C2"), strict=True)):
-        heights = [found[method] / min(found[name] for name in BY_HAND) for found in map(medians, cells)]
-        axes.bar([x + 0.25 * (i - 1) for x in range(len(heights))], heights, 0.25, label=method, color=color)
-    names = [f"{cell['model'].split(',')[0]}\n{NAMES[cell['rate']]}" for cell in cells]
-    axes.set_xticks(range(len(names)), names, fontsize=7)
-    axes.set_yscale("log")
-    axes.set_ylabel("time of a step, of the best by hand")
-    axes.legend(frameon=False, fontsize=8, ncols=3)
-    save_figure(figure, file)
 
 
 COMMAND = Benchmark("auto", __doc__ or "", measure, lambda options: table(read_results(options.file)), FILE)

@@ -29,9 +29,8 @@ PLACE = f"{TASK}, {RATE}, {DELAY}, 0%, seed 0"  # of which nothing is lost
 HOSTS, POINTS = 2, 20  # points of a curve: when a loss is reached is read from it
 TIMED_STEPS, DENSE_STEPS = 60, 12  # of each run behind the link: whole rounds; of dense, at 5 s each
 NOTHING = "no exchange"
-DENSE, PER_STEP = "AdamW, dense", "AdamW, dgc, 0.1% in 2 bits"  # which sends as much a step as local steps of 15
-NAMES = (DENSE, PER_STEP, *AVERAGED, *LOCAL, *LOCAL_DENSER)
-TRAINED = (DENSE, PER_STEP, *LOCAL_DENSER, *LOCAL, *AVERAGED)
+DENSE = "AdamW, dense"
+NAMES = (DENSE, *AVERAGED, *LOCAL, *LOCAL_DENSER)
 TARGETS = (2.0, 1.8)  # nats a byte, beside what is so much worse than dense at its end
 MARGINS = (0.2, 0.1)
 LONG_ROUND = 15  # steps, of which nearly all exchange nothing
@@ -41,7 +40,7 @@ Points = Sequence[tuple[float, float]]  # (seconds, loss)
 
 def measure(options: argparse.Namespace) -> None:
     """What each run learns, then the first steps of all of them behind the link."""
-    learnt = {f"{PLACE}, {name}": partial(train, Run(TASK, name, HOSTS), points=POINTS) for name in TRAINED}
+    learnt = {f"{PLACE}, {name}": partial(train, Run(TASK, name, HOSTS), points=POINTS) for name in NAMES}
     complete(options.file, learnt, processes=os.cpu_count() or 1)
     complete(options.file, {PLACE: timed})
 
@@ -77,7 +76,7 @@ def table(kept: Mapping[str, Any]) -> str:
     """Bytes, time of a step, minutes to several losses beside dense."""
     if PLACE not in kept:
         return "The steps behind the link are not timed yet."
-    found, learnt = kept[PLACE], {name: kept[f"{PLACE}, {name}"] for name in TRAINED if f"{PLACE}, {name}" in kept}
+    found, learnt = kept[PLACE], {name: kept[f"{PLACE}, {name}"] for name in NAMES if f"{PLACE}, {name}" in kept}
     return f"{PLACE}; {found['link']:.0f} Mbit/s one way\n\n{_table(learnt, found['timed'])}"
 
 

@@ -1,4 +1,4 @@
-"""Makes the tables and plots of the README, of pages in docs and of examples/README.md from the files of results."""
+"""Makes the tables of the README, of pages in docs and of examples/README.md, and a plot, from the files of results."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapters, auto, collectives, internet, scripts
+from benchmarks import auto, collectives, internet, scripts
 from benchmarks.exchange import against, tables
-from benchmarks.exchange.methods import FLOORS
 from benchmarks.exchange.tables import NAMES, TITLES, Row, milliseconds, ratio
-from benchmarks.integrations import __main__ as integrations
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels.speed import draw_growth
-from benchmarks.planning import __main__ as planning
 from benchmarks.planning import scaling
 from benchmarks.quality import health
 from benchmarks.quality import page as quality
 from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, where, write_into_page
-from benchmarks.training import __main__ as training
-from benchmarks.training import analysis
-from benchmarks.training.tasks import FAST, SLOW
 
 DENSITY = 0.001
 _README = ("dense", "fp16", "torch DDP, fp16 hook", "published DGC", "dgc")
@@ -101,22 +94,6 @@ def machine(kept: Mapping[str, Any]) -> str:
     return "\n".join(sorted(used))
 
 
-def losses(rows: Sequence[Row]) -> str:
-    """Where dgc is no faster than the best of all that is not ours, in words."""
-    worse = []
-    places = dict.fromkeys((row["model"], row["workers"], row["rate"]) for row in rows if row["workers"] > 1)
-    for model, workers, rate in places:
-        mine = {
-            name: row["ms"]["p50"] for name, row in by_method(rows, model=model, workers=workers, rate=rate).items()
-        }
-        others = [name for name in mine if name not in FLOORS and not name.startswith("dgc")]
-        best = min(others, key=mine.__getitem__, default=None)
-        if best and "dgc" in mine and mine["dgc"] >= mine[best]:
-            place = f"{TITLES[model]}, N = {workers}, {NAMES[rate]}"
-            worse.append(f"{place} ({milliseconds(mine['dgc'])} ms, {best} {milliseconds(mine[best])} ms)")
-    return "; ".join(worse) + "." if worse else f"None of the {len(places)} that were measured."
-
-
 def without_horovod() -> str:
     """Our hook of DDP beside torch's own, and beside our Horovod adapter."""
     (found,) = read_results(RESULTS / "ddp.json").values()
@@ -124,18 +101,6 @@ def without_horovod() -> str:
     own = times["dgc, DDP"][1]
     lines = [[name, tables.size(sent), milliseconds(ms), f"{ms / own:.2f}"] for name, (sent, ms) in times.items()]
     return markdown(["ResNet-50, 2 hosts, 1 Gbps", "sent a step", "ms a step", "time / dgc, DDP"], lines)
-
-
-def efficiency(rows: Sequence[Row]) -> str:
-    """Scaling efficiency over N, measured and modelled."""
-    lines = []
-    for rate, method in itertools.product(("1gbit", "10gbit"), ("dense", "dgc")):
-        mine = where(rows, model="resnet50", rate=rate)
-        known = {**scaling.measured(mine, method), **scaling.modelled(mine, method, DENSITY)}
-        shown = [f"{scaling.efficiency(known[n]):.0%}" if n in known else "" for n in (2, 4, 8, *scaling.MODELLED)]
-        lines.append([f"{NAMES[rate]}, {method}", *shown])
-    head = ["", *(f"N = {n}" for n in (2, 4, 8)), *(f"N = {n}, modelled" for n in scaling.MODELLED)]
-    return markdown(head, lines)
 
 
 def readme_table(rows: Sequence[Row]) -> str:
@@ -153,21 +118,9 @@ def readme_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines)
 
 
-def sooner(kept: Mapping[str, Any]) -> str:
-    """Dense's time to the target quality over dgc's, a line a task; N = 2."""
-    places = [place for place in analysis.places(kept) if place.hosts == 2]
-    rows = {(place.task, place.rate): row for place in places for row in place.rows() if row.method == "dgc"}
-    rates = [rate for rate in (FAST, SLOW) if any(rate == place.rate for place in places)]
-    lines = []
-    for task in dict.fromkeys(task for task, _ in rows):
-        mine = [rows.get((task, rate)) for rate in rates]
-        lines.append([task, *(f"{statistics.median(row.gain):.1f}×" if row else "" for row in mine)])
-    return markdown(["time to quality, dense / dgc", *(NAMES[rate] for rate in rates)], lines)
-
-
 def _network() -> dict[str, str]:
     """Of docs/benchmarks-network.md, by marker."""
-    kept, rows, study = read_results(tables.FILE), exchange_rows(), read_results(training.FILE)
+    kept, rows = read_results(tables.FILE), exchange_rows()
     cells = [where(rows, model=model, workers=n) for n, model in itertools.product((2, 4, 8), TITLES)]
     gigabit = where(rows, model=scaling.MODEL, workers=2, rate="1gbit")
     made = "Made by `python -m benchmarks.exchange`, drawn by `python -m benchmarks.page`."
@@ -177,11 +130,7 @@ def _network() -> dict[str, str]:
         "promises": promises(rows),
         "exchange": "\n\n".join([*map(tables.times, filter(None, cells)), made]),
         "nodes": tables.nodes(read_results(RESULTS / "nodes.json")),
-        "efficiency": efficiency(rows),
         "clusters": "\n\n".join(scaling.cluster_table(gigabit, density) for density in scaling.DENSITIES),
-        "training": f"{analysis.study(study)}\n\nMade by `python -m benchmarks.training`.",
-        "losses": losses(rows),
-        "sooner": sooner(study),
     }
 
 
@@ -197,7 +146,6 @@ def _kernels() -> dict[str, str]:
         "alone": alone(rows),
         "phases": tables.phases(ours, "1gbit"),
         "against": against.table(read_results(against.FILE)),
-        "adapters": adapters.table(read_results(adapters.FILE)),
         **studies,
     }
 
@@ -205,13 +153,9 @@ def _kernels() -> dict[str, str]:
 def _planning() -> dict[str, str]:
     """Of docs/planning.md, by marker."""
     rows = exchange_rows()
-    predicted = scaling.predict(rows, 2)
     return {
-        "predicted": scaling.summary(predicted),
-        "predicted-cells": scaling.cells(predicted),
-        "many": scaling.many(rows),
+        "predicted": scaling.summary(scaling.predict(rows, 2)),
         "latency": collectives.table(read_results(collectives.FILE)),
-        "simulated": planning.table(read_results(planning.FILE)),
     }
 
 
@@ -225,7 +169,6 @@ def texts() -> dict[tuple[Path, str], str]:
         "docs/ddp.md": {"speed": without_horovod()},
         "docs/auto.md": {"cells": auto.table(read_results(auto.FILE))},
         "docs/internet.md": {"sooner": internet.table(read_results(internet.FILE))},
-        "docs/integrations.md": integrations.texts(),
         "docs/quality.md": quality.texts(),
         "docs/tuning.md": {"health": health.table(read_results(health.KEPT))},
     }
@@ -233,27 +176,14 @@ def texts() -> dict[tuple[Path, str], str]:
     return made | scripts.texts()
 
 
-def draw() -> None:
-    """The plots of the pages."""
-    rows = exchange_rows()
-    shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
-    tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
-    tables.draw_bytes(rows, IMAGES / "bytes.svg")
-    scaling.draw_efficiency(rows, "resnet50", ["1gbit", "10gbit"], DENSITY, IMAGES / "efficiency.svg")
-    auto.draw(read_results(auto.FILE), IMAGES / "auto.svg")
-    scaling.draw_clusters(where(rows, model=scaling.MODEL, workers=2, rate="1gbit"), IMAGES / "clusters.svg")
-    analysis.draw(read_results(training.FILE), 2, IMAGES / "quality.svg")
-    draw_growth(kernels.figures(read_results(kernels.FILE), "growth"), IMAGES / "growth.svg")
-    quality.draw()
-
-
 def main() -> None:
     """Everything, from what is in benchmarks/results."""
-    made = texts()
+    made, rows = texts(), exchange_rows()
     for (file, marker), text in made.items():
         write_into_page(file, marker, text)
-    draw()
-    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))} and their plots")
+    shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
+    tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
+    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))}, README's plot")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.netlab import Lab, lab
 from benchmarks.netlab.hosts import enter
+from benchmarks.processes import ended_within
 from benchmarks.report import ROOT
 
 HERE = "here"  # the rate of a link between ranks on this machine, with no emulated hosts
@@ -100,19 +101,13 @@ def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, st
     Raises:
         LaunchError: it failed or took too long; nothing of it is left running.
     """
-    with subprocess.Popen(
-        command, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            said, _ = process.communicate(timeout=seconds)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # horovodrun's ranks are sessions of their own, and end with it
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
-            raise
-    if process.returncode:
-        raise LaunchError(f"{' '.join(command)}: exit {process.returncode}\n{said[-4000:]}")
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        code, said = ended_within(command, seconds, env={**os.environ, **variables}, cwd=folder, **pipes)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{' '.join(command)}: not done after {seconds:.0f} s, killed") from None
+    if code:
+        raise LaunchError(f"{' '.join(command)}: exit {code}\n{said[-4000:]}")
     return said
 
 

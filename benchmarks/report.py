@@ -188,43 +188,21 @@ def write_into_page(page: Path, marker: str, text: str) -> None:
     page.write_text(made)
 
 
-def panels(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 3.4, **more: Any) -> tuple[Any, Any]:
-    """A figure of matplotlib, and its panels as an array of rows."""
-    import matplotlib.pyplot as plt
-
-    size = (width * columns, height * rows)
-    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
-
-
-def label(axes: Any, title: str = "", x: str = "", y: str = "") -> None:
-    """Title, names of the two axes where they are given, and a light grid."""
-    axes.set_title(title, fontsize=10)
-    axes.set(xlabel=x or axes.get_xlabel(), ylabel=y or axes.get_ylabel())
-    axes.grid(alpha=0.3)
-
-
 def save_figure(figure: Any, file: Path) -> None:
     """Write a plot of matplotlib, small enough for a page; the same figures make the same file.
 
-    SVG: text stays text (where DejaVu is not installed, the reader's own sans-serif takes its place), and coordinates
-    have two decimals of a point. PNG, for what has thousands of points: a palette of 32 colours.
+    Text stays text (where DejaVu is not installed, the reader's own sans-serif takes its place), and coordinates have
+    two decimals of a point.
 
     Args:
         figure: it is closed.
-        file: ends in ``.svg`` or ``.png``.
+        file: SVG.
     """
     import matplotlib.pyplot as plt
-    from PIL import Image
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = io.BytesIO()
-    if file.suffix == ".png":
-        figure.savefig(written, format="png", dpi=120)
-        picture = Image.open(written).convert("RGB")
-        picture.quantize(32, dither=Image.Dither.NONE).save(file, optimize=True)
-    else:
-        fonts = ["DejaVu Sans", "Verdana", "Arial"]
-        with plt.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none", "font.sans-serif": fonts}):
-            figure.savefig(written, format="svg", metadata={"Date": None})
-        file.write_text(re.sub(r"(\.\d\d)\d+", r"\1", written.getvalue().decode()))
+    written, fonts = io.BytesIO(), ["DejaVu Sans", "Verdana", "Arial"]
+    with plt.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none", "font.sans-serif": fonts}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    file.write_text(re.sub(r"(\.\d\d)\d+", r"\1", written.getvalue().decode()))
     plt.close(figure)

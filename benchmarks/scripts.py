@@ -1,7 +1,7 @@
 """Scripts trained with and without compression, on real ranks of this machine, several seeds each.
 
-Examples and what a setting does to them; scripts that nobody has edited, under ``dgcrun``; scripts that clip by
-themselves. Every run is kept: studies share runs, and a study that was stopped goes on.
+Examples and what a setting does to them; scripts that nobody has edited, under ``dgcrun``, also those that clip. Every
+run is kept: studies share runs, and a study that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ def _accuracy(said: str) -> dict[str, Any]:
     return {"accuracy": float(found_in(said, r"accuracy (\d\.\d+)")), "ratio": float(ratio[1]) if ratio else None}
 
 
-def _loss(said: str) -> dict[str, Any]:
-    return {"loss": float(found_in(said, r"loss (\d\S+)"))}
-
-
 @dataclass(frozen=True)
 class Job:
     """A script under a launcher, from one seed.
@@ -70,7 +66,7 @@ class Job:
     def train(self, seed: int) -> dict[str, Any]:
         """Its figures; LaunchError if the ranks' weights differ."""
         words = shlex.split(self.key(seed))
-        words.insert(next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"), sys.executable)
+        words.insert(next(i for i, word in enumerate(words) if word.endswith(".py")), sys.executable)
         with tempfile.TemporaryDirectory() as folder:
             words += ["--save", f"{folder}/weights"] if self.saves else []
             said = output_of(words, TIMEOUT_SECONDS, {"TF_CPP_MIN_LOG_LEVEL": "3"})
@@ -168,9 +164,9 @@ def _existing() -> dict[str, tuple[Job, ...]]:
     }
 
 
-def _gaps(runs: Found, others: Found, form: str, field: str = "accuracy", scale: float = 100) -> str:
-    """Pairs of the same seed."""
-    return spread([round(scale * (b[field] - a[field]), 6) for a, b in zip(runs, others, strict=True)], form)
+def _gaps(runs: Found, others: Found) -> str:
+    """Of pairs of the same seed, in points."""
+    return spread([round(100 * (b["accuracy"] - a["accuracy"]), 6) for a, b in zip(runs, others, strict=True)], "+.2f")
 
 
 def _accuracies(*columns: Found) -> list[str]:
@@ -179,27 +175,7 @@ def _accuracies(*columns: Found) -> list[str]:
 
 def _existing_cells(dense: Found, dgc: Found) -> list[str]:
     less = statistics.mean(run["ratio"] for run in dgc)
-    return [*_accuracies(dense, dgc), _gaps(dense, dgc, "+.2f"), f"{less:.0f}×"]
-
-
-def _clipping() -> dict[str, tuple[Job, ...]]:
-    def job(launcher: str, task: str, idiom: str) -> Job:
-        return Job(f"{launcher.format('--gloo')} -m benchmarks.clipping_script {task} {idiom}", _loss)
-
-    return {
-        f"{task}, {optimizer}, clips to {clip} {text}": (
-            job(STOCK, task, "after"),
-            job(f"{DGC} --dgc-clip-norm {clip}", task, idiom),
-            job(DGC, task, idiom),
-        )
-        for task, optimizer, clip in (("lstm", "SGD", "0.1"), ("transformer", "AdamW", "0.25"))
-        for idiom, text in (("after", "after synchronize()"), ("before", "before step()"))
-    }
-
-
-def _clipping_cells(dense: Found, given: Found, alone: Found) -> list[str]:
-    means = [f"{statistics.mean(run['loss'] for run in each):.3f}" for each in (dense, given, alone)]
-    return [*means, _gaps(given, alone, "+.3f", "loss", 1)]
+    return [*_accuracies(dense, dgc), _gaps(dense, dgc), f"{less:.0f}×"]
 
 
 _VALUES = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "8bit"), ("4bit", "8bit"), ("2bit", "8bit"))
@@ -254,13 +230,8 @@ STUDIES = {
             for name in ("global_clipnorm", "clipnorm")
         },
         ("accuracy, %", "dense", "script's clipping", "with `--dgc-clip-norm`", "difference of the two, points"),
-        lambda dense, own, given: [*_accuracies(dense, own, given), _gaps(given, own, "+.2f")],
+        lambda dense, own, given: [*_accuracies(dense, own, given), _gaps(given, own)],
         f"`dgcrun --dgc --density 0.01`, 2 ranks; differences are of pairs of the same seed; {_SAME_BITS}",
-    ),
-    "clipping": Study(
-        "docs/quality.md", _clipping(),
-        ("loss, nats", "dense, clips after synchronize()", "`--dgc-clip-norm c`", "script's clipping", "difference"),
-        _clipping_cells, "2 ranks, density 1%",
     ),
 }  # fmt: skip
 

@@ -327,7 +327,7 @@ def _compressed(**fields: Any) -> Callable[[Shapes, float], Method]:
     return lambda shapes, density: CompressedMethod(shapes, Compression.dgc(density=density, **fields))
 
 
-NOTHING, MEMORY = FLOORS = "no exchange", "memory alone"  # of which nothing is an exchange
+NOTHING, MEMORY = "no exchange", "memory alone"  # of which nothing is an exchange
 METHODS: dict[str, Callable[[Shapes, float], Method]] = {
     NOTHING: lambda shapes, _: Method(shapes),
     MEMORY: lambda shapes, _: MemoryMethod(shapes),

@@ -1,4 +1,4 @@
-"""The rows of the exchange as plots and tables: methods down, rates across; and hosts of several ranks."""
+"""The rows of the exchange as tables and a plot: methods down, rates across; and hosts of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, markdown, panels, save_figure, where
+from benchmarks.report import RESULTS, markdown, save_figure, where
 
 FILE = RESULTS / "exchange.json"
 Row = dict[str, Any]
@@ -27,11 +27,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "torch DDP, PowerSGD 2": {"color": "#e69f00", "marker": "s", "linestyle": ":"},
     "published DGC": {"color": "#d55e00", "marker": "s"},
     "dgc": {"color": "#0072b2", "marker": "D", "linewidth": 2.2},
-    "dgc, gaussian": {"color": "#009e73", "marker": "D"},
-    "gaussian": {"color": "#009e73", "marker": "D"},
     "no exchange": {"color": "#bbbbbb", "marker": "", "linestyle": "--"},
 }
-_SHOWN = ("dense", "fp16", "torch DDP, PowerSGD 2", "published DGC", "dgc", "no exchange")
 
 
 def median(rows: Iterable[Row], method: str, rate: str) -> float | None:
@@ -138,35 +135,22 @@ def node_table(rows: Sequence[Row]) -> str:
 
 def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: Path) -> None:
     """Time of the exchange between so many workers over the link's rate, a panel a model."""
-    figure, (line,) = panels(len(models), width=4.2 + 1.8 / len(models), height=3.8, sharey=True)
+    import matplotlib.pyplot as plt
+
+    size = ((4.2 + 1.8 / len(models)) * len(models), 3.8)
+    figure, (line,) = plt.subplots(1, len(models), figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axes, model in zip(line, models, strict=True):
         mine = where(rows, model=model, workers=workers)
         rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
-        for method in _SHOWN:
+        for method, style in STYLES.items():
             points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
             points = [point for point in points if point[1] is not None]
             if points:
-                axes.semilogy(*zip(*points, strict=True), label=method, **{**STYLES[method], "markersize": 5})
+                axes.semilogy(*zip(*points, strict=True), label=method, **{**style, "markersize": 5})
         axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
         axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
         axes.grid(alpha=0.3, which="major")
     line[0].set_ylabel("milliseconds a step")
     lines = line[-1].get_legend_handles_labels()
     figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
-    save_figure(figure, file)
-
-
-def draw_bytes(rows: Sequence[Row], file: Path) -> None:
-    """Bytes that leave a host in a step, a group of bars a model; N = 2."""
-    figure, ((axes,),) = panels(width=7.2, height=3.6)
-    models = [model for model in TITLES if where(rows, workers=2, model=model)]
-    for place, method in enumerate(_SHOWN[:-1]):  # all but no exchange
-        for at, model in enumerate(models):
-            for row in where(rows, workers=2, model=model, method=method)[:1]:
-                label = method if at == 0 else None
-                axes.bar(at + (place - 2) * 0.17, row["bytes"], 0.16, color=STYLES[method]["color"], label=label)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(models)), [TITLES[model] for model in models])
-    axes.set_ylabel("bytes a step, from each host")
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
     save_figure(figure, file)

@@ -1,11 +1,10 @@
-"""Checks the CUDA kernels on this machine's GPU, trains with them and times them; prints tables, writes JSON."""
+"""Checks the CUDA kernels on this machine's GPU and times them; prints tables, writes JSON."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,9 @@ if INTERPRETED:  # before Triton is imported
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from benchmarks.gpu import checks, say, timing, training  # noqa: E402
-from benchmarks.gpu.page import plot, tables, verdicts  # noqa: E402
+from benchmarks.gpu import adapter, checks, say, timing  # noqa: E402
+from benchmarks.gpu.page import tables, verdicts  # noqa: E402
+from benchmarks.processes import ended_within  # noqa: E402
 from benchmarks.report import environment, read_results, write_results  # noqa: E402
 from dgc_horovod.kernels import registry  # noqa: E402
 
@@ -80,17 +80,6 @@ def sanitize() -> dict[str, str]:
     return found
 
 
-def ended_within(command: list[str], seconds: float, **options: Any) -> tuple[int, str]:
-    """Exit code and output of a command; TimeoutExpired if it takes longer: it is killed with all that it started."""
-    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
-        try:
-            output = process.communicate(timeout=seconds)[0]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, output
-
-
 def in_turn(names: list[str], device: str) -> Iterator[tuple[str, Any]]:
     """The result of each part; the error of one that fails, since the others still tell something."""
     for name in names:
@@ -116,10 +105,8 @@ def by_itself(name: str) -> Any:
 RUNS = 3 if INTERPRETED else 20
 PARTS: dict[str, Callable[[str], Any]] = {
     "checks": lambda device: check(checks.INTERPRETED if INTERPRETED else checks.ON_DEVICE, list(checks.CHECKS)),
-    "training": training.study,
-    "horovod": training.adapter,
+    "horovod": adapter.check,
     "models": lambda device: timing.models(device, RUNS, _TINY if INTERPRETED else timing.MODELS),
-    "growth": lambda device: timing.growth(device, RUNS, (0.02,) if INTERPRETED else timing.GROWTH_MILLIONS),
     "steps": lambda device: timing.whole_steps(device, timing.TINY_TRAINED if INTERPRETED else timing.TRAINED),
     "sanitizer": lambda device: {} if INTERPRETED else sanitize(),
 }
@@ -128,7 +115,7 @@ PARTS: dict[str, Callable[[str], Any]] = {
 def main() -> None:
     """Do it."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", usage=_USAGE, description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help="for gpu.json and the plot")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"), help="for gpu.json")
     parser.add_argument("--interpret", action="store_true", help="without a GPU, tiny: to see that it runs")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts (default: all)")
     names = list(checks.CHECKS)
@@ -161,10 +148,8 @@ def main() -> None:
 
 
 def summary(found: dict[str, Any], folder: Path) -> None:
-    """The tables, the plot, and which bars are met."""
+    """The tables, and which bars are met."""
     print(f"\n{tables(found)}\n")
-    if "growth" in found:
-        plot(found["growth"], folder / "gpu-growth.svg")
     if not INTERPRETED:
         print("\n".join(verdicts(found)))
     say(f"written to {folder}/gpu.json")

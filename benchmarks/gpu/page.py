@@ -1,17 +1,15 @@
-"""Tables and a plot of what `scripts/gpu_check` found, and what they say of the bars."""
+"""Tables of what `scripts/gpu_check` found, and what they say of the bars."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections import defaultdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.kernels.speed import growth_table
-from benchmarks.report import IMAGES, RESULTS, markdown, read_results, spread
+from benchmarks.report import RESULTS, markdown, read_results, spread
 
 LARGE, SLOWER_AT_MOST, SMALL_SLOWER_AT_MOST = 100_000_000, 1.5, 2.0  # elements; of models that have as many, of others
 DECODE_AT_MOST, IDLE_AT_MOST = 0.5, 5.0  # times compress; percent of compress
@@ -32,13 +30,8 @@ def tables(found: dict[str, Any]) -> str:
     parts = []
     if "models" in found:
         parts += [model_table(found["models"]), host_table(found["models"]), decode_table(found["models"])]
-    if "growth" in found:
-        parts.append(growth_table(found["growth"], "flow", "ps", 1e3))
     if "steps" in found:
         parts.append(step_table(found["steps"]))
-    if "training" in found:
-        figures = [[name, f"{100 * value:.2f} %"] for name, value in found["training"].items()]
-        parts.append(markdown(["two processes, one device", "accuracy"], figures))
     return "\n\n".join(parts)
 
 
@@ -99,20 +92,6 @@ def added(row: dict[str, Any]) -> float:
     return 100.0 * (row["compressed"]["ms"] / row["alone"]["ms"] - 1)
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    """Picoseconds an element over the size, where matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        return
-    figure, ((axes,),) = report.panels(width=6.4, height=4.2)
-    for flow in dict.fromkeys(row["flow"] for row in rows):
-        points = [(row["millions"], 1e3 * row["ms"] / row["millions"]) for row in rows if row["flow"] == flow]
-        style = {"linewidth": 2.5} if flow == "ours" else {"linestyle": "--", "alpha": 0.8}
-        axes.loglog(*zip(*points, strict=True), marker="o", label=flow, **style)
-    report.label(axes, x="million elements", y="picoseconds an element")
-    axes.legend(frameon=False)
-    report.save_figure(figure, file)
-
-
 def verdicts(found: dict[str, Any]) -> list[str]:
     """Whether each bar is met, in a line."""
     lines = []
@@ -132,8 +111,6 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     for row in found.get("steps", []):
         limit = ADDED_AT_MOST[row["optimizer"]]
         lines.append(_line(f"{row['model']}: added to a step, percent", added(row), most=limit))
-    if accuracy := found.get("training"):
-        lines.append(_line("accuracy of dgc less dense's, points", 100 * (accuracy["dgc"] - accuracy["dense"]), -1))
     return lines
 
 
@@ -173,25 +150,11 @@ def _place(found: dict[str, Any]) -> tuple[Any, ...]:
     return found["run"]["workers"], found["run"]["seed"], found["steps"], found["rate"], found["text"]
 
 
-def quality_plot(runs: dict[str, Any], file: Path) -> None:
-    """Held-out loss over the steps of every run."""
-    figure, ((axes,),) = report.panels(width=6.4, height=4.2)
-    for key, found in runs.items():
-        style = {"linestyle": "--", "color": "black"} if "traffic" not in found else {}
-        steps, losses, _ = zip(*found["curve"], strict=True)
-        axes.plot(steps, losses, label=key.split(", ", 1)[1], **style)
-    report.label(axes, x="step", y="loss on held-out text, nats a token")
-    axes.legend(frameon=False, fontsize=7)
-    report.save_figure(figure, file)
-
-
 def keep_quality(file: Path) -> None:
-    """Keep the runs of `scripts/gpu_quality`: table, plot and results."""
+    """Keep the runs of `scripts/gpu_quality`: table and results."""
     runs = dict(sorted(read_results(file).items(), key=lambda found: list(found[1]["run"].values())))
     shutil.copy(file, RESULTS)
-    quality_plot(runs, IMAGES / "gpu-quality.svg")
-    text = f"{quality_table(runs)}\n\n![loss over steps](images/gpu-quality.svg)"
-    report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu quality", text)
+    report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu quality", quality_table(runs))
 
 
 def main() -> None:
@@ -208,13 +171,10 @@ def main() -> None:
     shutil.copy(folder / "gpu.json", RESULTS)
     parts = [
         f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}, Python {machine['python']}; "
-        + "; ".join(_count(what, figures.get(name, {})) for name, what in _WITH_VERDICTS.items()),
+        + "; ".join(_count(what, figures[name]) for name, what in _WITH_VERDICTS.items() if name in figures),
         tables(figures),
         "\n".join(f"- {line}" for line in verdicts(figures)),
     ]
-    if (folder / "gpu-growth.svg").exists():
-        shutil.copy(folder / "gpu-growth.svg", IMAGES)
-        parts.insert(2, "![picoseconds an element over the number of elements](images/gpu-growth.svg)")
     report.write_into_page(report.ROOT / "docs" / "cuda.md", "gpu", "\n\n".join(parts))
 
 

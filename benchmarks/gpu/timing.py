@@ -1,4 +1,4 @@
-"""Times on a device: compress against the floor that memory sets and against the published flows, decode, growth.
+"""Times on a device: compress against the floor that memory sets and against the published flows, and decode.
 
 And whole steps of real models, with everything of an exchange but the network. Each model trains as users do it, with
 mixed precision. A step is timed alone, in DistributedDataParallel with a hook that does nothing, and with this
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.baselines import FLOWS, PerTensorTopK, PublishedDGC, PublishedGaussianK
+from benchmarks.baselines import FLOWS
 from benchmarks.gpu import say
 from benchmarks.gpu.page import STEP_WAYS
 from benchmarks.kernels.bench import MOMENTUM, Advancing, Model
@@ -49,7 +49,6 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 DENSITY, WORKERS = 0.001, 8
 BYTES = 20  # that any step which keeps u and v must move for each element
 SETTLED = 20  # steps until thresholds follow
-GROWTH_MILLIONS = (20, 50, 100, 200, 400)
 
 
 def device_name(device: str) -> str:
@@ -145,23 +144,6 @@ def _on_device(action: Callable[[], Any], buckets: int, device: str) -> tuple[fl
     on_device = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     busy = sum(event.device_time_total for event in on_device) / 1e3
     return len(on_device) / buckets or None, busy or None
-
-
-def growth(device: str, runs: int, millions: Sequence[float]) -> list[dict[str, Any]]:
-    """Picoseconds an element of one tensor of d elements at 0.1%, as the GaussianK paper measures it."""
-    rows = []
-    for size in millions:
-        say(f"growth, {size:g} M")
-        numel = int(size * 1e6)
-        config = DGCConfig(density=DENSITY, bucket_bytes=4 * numel)
-        worker = _worker([("weight", (1000, numel // 1000))], config, device)
-        actions: dict[str, Callable[[], Any]] = {"ours": worker.compress}
-        for flow in (PerTensorTopK, PublishedDGC, PublishedGaussianK):
-            baseline = flow([(numel,)], DENSITY, MOMENTUM, device)
-            actions[flow.name] = partial(baseline.step, worker.gradients.arrays)
-        for name, action in actions.items():
-            rows.append({"millions": size, "flow": name, **timed(action, device, runs, worker.gradients.advance)})
-    return rows
 
 
 DENSITIES = {"SGD": 0.001, "AdamW": 0.01}

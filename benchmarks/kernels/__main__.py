@@ -19,7 +19,6 @@ STUDIES: dict[str, tuple[dict[str, Callable[[], Rows]], Callable[[Sequence[Mappi
     "compress": ({f"compress, {m}": partial(speed.compress, m) for m in SHAPES}, speed.compress_table),
     "stages": ({"stages": speed.stages}, speed.stages_table),
     "adam": ({"adam": speed.adam}, speed.adam_table),
-    "growth": ({"growth": speed.growth}, speed.growth_table),
     "decode": ({"decode": speed.decode}, speed.decode_table),
     "wire": ({"wire": wire.wire}, wire.wire_table),
 }

@@ -1,4 +1,4 @@
-"""Times of the kernels: compress beside the floor that memory sets and the published flows, its growth, and decode.
+"""Times of the kernels: compress beside the floor that memory sets and the published flows, and decode.
 
 And where the time of compress goes: each call of the native library beside its memory alone, for SGD and for AdamW.
 """
@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.baselines import FLOWS
 from benchmarks.kernels.bench import MOMENTUM, Model, Scatter, Stream
-from benchmarks.report import label, markdown, panels, save_figure, where
+from benchmarks.report import markdown, where
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import RUNS, WARM_UP, timed, times, torch_threads, wall_clock
 from dgc_horovod import DGCConfig
@@ -28,9 +27,6 @@ from dgc_horovod.kernels.native.library import load
 from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 
 STEPS = 50
-MILLIONS = (20, 50, 100, 200, 400)
-THRESHOLD = 0.9  # about 0.1% of these gradients' residual
-GROWTH_STEPS = 12  # enough for thresholds to follow; the largest vectors take seconds a step to make
 OURS = ("decode_ms", "add_ms")
 Row = Mapping[str, Any]
 
@@ -169,71 +165,6 @@ def decode_table(rows: Sequence[Row]) -> str:
         lines.append([name, *times, *("" if ns is None else f"{ns:.1f}" for ns in each)])
     head = ["", "check, decode ms", "zero, add ms", "zeroing by NumPy ms", "ns a further element", "of it memory alone"]
     return markdown(head, lines)
-
-
-def growth() -> list[dict[str, Any]]:
-    """Milliseconds of accumulate, select and encode of one bucket of d elements at 0.1%, one thread."""
-    rows = []
-    for millions in MILLIONS:
-        numel = millions * 10**6
-        with torch_threads(1):
-            for rule in ("random", "threshold", "gaussian", "sampled", "exact"):
-                model = _of_one_bucket(rule, numel)
-                model.accumulate(GROWTH_STEPS)
-                (ms,) = timed(model.compress, before=model.gradients.advance, runs=7)
-                rows.append({"millions": millions, "rule": rule, "ms": ms})
-            (ms,) = timed(partial(_topk, *_tensors(model)), before=model.gradients.advance, runs=7)
-            rows.append({"millions": millions, "rule": "torch.topk", "ms": ms})
-    return rows
-
-
-def _of_one_bucket(rule: str, numel: int) -> Model:
-    how = {"threshold": THRESHOLD, "max_density": 0.002} if rule == "threshold" else {"density": 0.001}
-    config = DGCConfig(rule=rule, bucket_bytes=4 * numel, **how)
-    return Model([("weight", (1000, numel // 1000))], config, NativeKernels())
-
-
-def _tensors(model: Model) -> list[torch.Tensor]:
-    state = model.engines[0].state
-    return [torch.from_numpy(x) for x in (state.u, state.v, model.gradients.flat)]
-
-
-def _topk(u: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> None:
-    u.mul_(MOMENTUM).add_(g)
-    v.add_(u)
-    chosen = torch.topk(v.abs(), v.numel() // 1000, sorted=False).indices
-    v.index_fill_(0, chosen, 0)
-    u.index_fill_(0, chosen, 0)
-
-
-def growth_table(rows: Sequence[Row], name: str = "rule", unit: str = "ns", scale: float = 1.0) -> str:
-    """Markdown: time an element.
-
-    Args:
-        name: of the field by which rows are told apart.
-        unit: of time.
-        scale: how many of them a nanosecond is.
-    """
-    sizes, names = sorted({row["millions"] for row in rows}), dict.fromkeys(row[name] for row in rows)
-    form = ".2f" if scale == 1 else ".0f"
-    figures = {(row[name], row["millions"]): f"{scale * row['ms'] / row['millions']:{form}}" for row in rows}
-    lines = [[each, *(figures[each, size] for size in sizes)] for each in names]
-    return markdown([f"{unit} an element", *(f"{size:g} M" for size in sizes)], lines)
-
-
-def draw_growth(rows: Sequence[Row], file: Path) -> None:
-    """Time over size, both logarithmic."""
-    figure, ((axes,),) = panels(width=6.4, height=4.2)
-    for rule in dict.fromkeys(row["rule"] for row in rows):
-        points = [(row["millions"], row["ms"]) for row in where(rows, rule=rule)]
-        style = {"color": "0.45", "linestyle": "--"} if rule == "torch.topk" else {}
-        axes.loglog(*zip(*points, strict=True), marker="o", label=rule, **style)
-    sizes = sorted({row["millions"] for row in rows})
-    axes.set_xticks(sizes, [f"{size} M" for size in sizes])
-    axes.minorticks_off()
-    label(axes, x="elements", y="milliseconds: accumulate, select, encode")
-    axes.legend(frameon=False)
-    save_figure(figure, file)
 
 
 _STAGES = {

@@ -1,4 +1,4 @@
-"""Size of packets: bits a selected element on recorded gradients, and what a whole model sends."""
+"""Size of packets: bits a selected element, and bits an index, on recorded gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.kernels.bench import MOMENTUM, Model, Recorded
 from benchmarks.report import markdown, where
-from benchmarks.shapes import SHAPES, numel
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.kernels.native.kernels import NativeKernels
@@ -59,13 +58,12 @@ def recorded_gradients() -> tuple[list[tuple[str, tuple[int, ...]]], list[list[n
 
 
 def wire() -> list[dict[str, Any]]:
-    """Bits of every rule, density and value codec; index codecs compared; ratios of whole models."""
+    """Bits of every rule, density and value codec; index codecs compared."""
     shapes, steps = recorded_gradients()
     choices = [("exact", d, v) for d in (0.001, 0.01) for v in VALUE_CODECS]
     choices += [(rule, d, "bf16") for d in (0.001, 0.01) for rule in ("sampled", "gaussian", "random")]
     rows = [_bits(shapes, steps, *choice) for choice in choices]
-    rows += [_indices(shapes, steps, density) for density in (0.001, 0.01)]
-    return rows + [_ratio(name, values) for name in SHAPES for values in ("bf16", "4bit")]
+    return rows + [_indices(shapes, steps, density) for density in (0.001, 0.01)]
 
 
 def _replayed(shapes: Any, steps: Any, config: DGCConfig) -> list[tuple[BucketEngine, np.ndarray]]:
@@ -104,18 +102,9 @@ def _indices(shapes: Any, steps: Any, density: float) -> dict[str, Any]:
     return {"study": "indices", "density": density, **{name: value / total for name, value in bits.items()}}
 
 
-def _ratio(name: str, values: str) -> dict[str, Any]:
-    """Bytes that one rank hands over in a step, everything included, against fp32 dense."""
-    shapes = SHAPES[name]()
-    model = Model(shapes, DGCConfig(values=values, dense_values="8bit"), NativeKernels())
-    model.accumulate(2)
-    sent = sum(message.payload.nbytes for message in model.compress())
-    return {"study": "ratio", "model": name, "values": values, "bytes": sent, "ratio": 4 * numel(shapes) / sent}
-
-
 def wire_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: three tables."""
-    bits, indices, ratios = (where(rows, study=study) for study in ("bits", "indices", "ratio"))
+    """Markdown: two tables."""
+    bits, indices = (where(rows, study=study) for study in ("bits", "indices"))
     names = [name for name in indices[0] if name not in ("study", "density")]
     lines = []
     for rule, values in dict.fromkeys((r["rule"], r["values"]) for r in bits):
@@ -125,11 +114,9 @@ def wire_table(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         shown = [*(f"{r['bits']:.2f}" for r in pair), *(f"{r['padding']:.1%}" for r in pair)]
         lines.append([f"{rule}, {values}", *shown])
-    found = [[f"{r['model']}, {r['values']}", f"{r['bytes']:,}", f"{r['ratio']:,.0f}×"] for r in ratios]
     of_indices = [[name, *(f"{r[name]:.2f}" for r in indices)] for name in names]
     parts = [
         markdown(["bits a selected element", "0.1%", "1%", "padding 0.1%", "padding 1%"], lines),
         markdown(["bits an index", *(f"{r['density']:.1%}" for r in indices)], of_indices),
-        markdown(["whole model, 1-D tensors in 8 bits", "bytes a step", "fp32 / these bytes"], found),
     ]
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""N hosts on one Linux machine, for Horovod's launcher over shaped links: ``python -m benchmarks.netlab``."""
+"""N hosts on one Linux machine, for Horovod's launcher over shaped links."""
 
 from benchmarks.netlab.hosts import Lab
 from benchmarks.netlab.lifecycle import lab

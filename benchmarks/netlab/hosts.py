@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from benchmarks.netlab.network import PREFIX, Link, NetlabError, address
 
 STATE = Path("/run/dgc-netlab")  # names of namespaces are the machine's, so the rest is too
 KEY, NO_SSH = STATE / "key", STATE / "no-ssh"
-RECORD = STATE / "lab.json"
 CLAIM_SECONDS = 1.0  # a killed process's child, if it was just being started, holds the claim until it runs its program
 
 
@@ -72,21 +70,11 @@ class Lab:
         hosts: how many.
         ranks: that are to run on each.
         link: what each link is like, by its settings.
-        kept: it has been brought up to stay until somebody takes it down.
-        measured: Mbit/s from the first host to the second, and back; empty if not measured.
     """
 
     hosts: int
     ranks: int = 1
     link: Link = field(default_factory=Link)
-    kept: bool = False
-    measured: tuple[float, ...] = ()
-
-    def write(self) -> None:
-        """Keep it in a file; there is none before all of the lab is up."""
-        new = RECORD.with_suffix(".new")
-        new.write_text(json.dumps(asdict(self)))
-        new.replace(RECORD)
 
     @property
     def names(self) -> list[str]:
@@ -102,11 +90,6 @@ class Lab:
     def slots(self) -> str:
         """The launcher's ``-H``: ``host1:2,host2:2``."""
         return ",".join(f"{name}:{self.ranks}" for name in self.names)
-
-    @property
-    def num_proc(self) -> int:
-        """The launcher's ``-np``: ranks on all hosts together."""
-        return self.hosts * self.ranks
 
     def start(
         self, number: int, command: Sequence[str], env: dict[str, str] | None = None, **options: Any
@@ -198,14 +181,6 @@ class Lab:
                 process.kill()
 
 
-def read() -> Lab | None:
-    """The lab that is up, if one is."""
-    if not RECORD.exists():
-        return None
-    found = json.loads(RECORD.read_text())
-    return Lab(**{**found, "link": Link(**found["link"])})
-
-
 def _heard(process: subprocess.Popen[str]) -> str:
     assert process.stdout
     if not (line := process.stdout.readline().strip()):
@@ -231,8 +206,7 @@ def enter(number: int, command: Sequence[str]) -> list[str]:
         NetlabError: the host is not up.
     """
     if not (pid := server(number)):
-        up = f"{found.hosts} hosts are" if (found := read()) else "no lab is"
-        raise NetlabError(f"host {number} is not up, {up}; see python -m benchmarks.netlab status")
+        raise NetlabError(f"host {number} is not up")
     # Its own namespaces and not new ones like them: Horovod takes processes as on one host if all these are the same.
     join = ["nsenter", "--target", str(pid), "--mount", "--uts", "--net", "--"]
     return [*join, "sh", "-c", 'cd "$1" && shift && exec "$@"', "netlab", os.getcwd(), *command]

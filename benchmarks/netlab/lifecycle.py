@@ -1,4 +1,4 @@
-"""A lab from its beginning to its end; each host gets a name, an address and an ssh server.
+"""A lab from its beginning to its end; each host gets a name, an address and an ssh server. It needs root.
 
 with lab(2, "1gbit") as hosts:
     hosts.run(1, ["horovodrun", "--gloo", "-np", "2", "-H", hosts.slots, "python", "train.py"])
@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 from benchmarks.netlab import hosts as state
 from benchmarks.netlab import network
@@ -35,23 +34,20 @@ START = 'hostname "$0"; if [ -d "$1" ]; then mount --bind "$2" "$1"; fi; shift 2
 
 
 @contextlib.contextmanager
-def lab(
-    hosts: int, rate: str = network.UNSHAPED, ranks: int = 1, delay: str = "0ms", loss: str = "0%"
-) -> Iterator[Lab]:
+def lab(hosts: int, rate: str = network.UNSHAPED, ranks: int = 1, delay: str = "0ms") -> Iterator[Lab]:
     """A lab that is taken down at the end, with all that still runs on its hosts.
 
     Args:
         hosts: how many.
         rate: of each link in each direction, such as "1gbit", or "none".
-        ranks: that are to run on each host, for `Lab.slots` and `Lab.num_proc`.
+        ranks: that are to run on each host, for `Lab.slots`.
         delay: that a packet waits as it leaves a host, such as "40ms"; a way there and back has two.
-        loss: part of these packets that is lost, such as "0.1%".
 
     Raises:
         NetlabError: it cannot be brought up here, or another one is up.
     """
     with state.reserve():
-        record = Lab(hosts, ranks, Link(rate, delay, loss))
+        record = Lab(hosts, ranks, Link(rate, delay))
         servers = _up(record)
         try:
             yield record
@@ -59,21 +55,6 @@ def lab(
             down()
             for server in servers:
                 server.wait()
-
-
-def keep(hosts: int, link: Link, ranks: int) -> Lab:
-    """Bring a lab up that stays, and measure the link between its first two hosts; see `lab`."""
-    with state.reserve():
-        record = Lab(hosts, ranks, link, kept=True)
-        _up(record)
-        try:
-            streams = [(1, 2), (2, 1)] if hosts > 1 else []
-            record = replace(record, measured=tuple(record.measure([each])[0] for each in streams))
-            record.write()
-        except BaseException:
-            down()
-            raise
-        return record
 
 
 def _up(record: Lab) -> list[subprocess.Popen[str]]:
@@ -85,14 +66,9 @@ def _up(record: Lab) -> list[subprocess.Popen[str]]:
     record.link.check()  # before anything is there
     if reason := network.unavailable():
         raise NetlabError(reason)
-    old = state.read()
-    if old and old.kept and all(state.server(number) for number in range(1, old.hosts + 1)):
-        raise NetlabError("a lab is up already; to remove it: python -m benchmarks.netlab down")
     down()
     try:
-        servers = _bring_up(record.hosts, record.link)
-        record.write()
-        return servers
+        return _bring_up(record.hosts, record.link)
     except BaseException:
         down()
         raise

@@ -1,8 +1,8 @@
 """Namespaces, links and shaping, below the hosts of a lab, and the commands that make them. All of it needs root.
 
-A host is a network namespace with one link, eth0, to a bridge in a namespace of its own; a link with delay or loss
-passes through a process there (`relay`). What is in
-``/etc/netns/NAME`` lies over ``/etc`` on that host only: so are names resolved and is ssh set up there.
+A host is a network namespace with one link, eth0, to a bridge in a namespace of its own; a link with delay passes
+through a process there (`relay`). What is in ``/etc/netns/NAME`` lies over ``/etc`` on that host only: so are names
+resolved and is ssh set up there.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def call(*command: str) -> str:
     return done.stdout
 
 
-def lacking() -> str | None:
-    """The requirement of all commands that is missing here, and its remedy; None if all are met."""
+@functools.cache
+def unavailable() -> str | None:
+    """Why no lab can be brought up on this machine, and what to do; None if one can. It is tried for real."""
     if os.geteuid():
         return f"network namespaces need root: run it with sudo {sys.executable}"
     missing = [command for command in PACKAGES if shutil.which(command) is None]
@@ -79,6 +80,10 @@ def lacking() -> str | None:
         return f"not found: {', '.join(missing)}; install {packages}"
     if importlib.util.find_spec("asyncssh") is None:
         return "the Python package asyncssh, the hosts' ssh server, is not installed: pip install asyncssh"
+    try:
+        _probe()
+    except NetlabError as error:
+        return f"{error}; if this is a container, start it with --privileged"
     return None
 
 
@@ -89,21 +94,19 @@ class Link:
     Args:
         rate: in each direction, such as "1gbit", or "none".
         delay: that a packet waits as it leaves a host, such as "40ms".
-        loss: part of these packets that is lost, such as "0.1%".
     """
 
     rate: str = UNSHAPED
     delay: str = "0ms"
-    loss: str = "0%"
 
     @property
     def is_relayed(self) -> bool:
-        """Whether packets must wait, or be lost."""
-        return bool(seconds(self.delay) or share(self.loss))
+        """Whether packets must wait."""
+        return bool(seconds(self.delay))
 
     def check(self) -> None:
         """Raise NetlabError if a field is not what it should be."""
-        bits_per_second(self.rate), seconds(self.delay), share(self.loss)
+        bits_per_second(self.rate), seconds(self.delay)
 
 
 def seconds(delay: str) -> float:
@@ -111,15 +114,10 @@ def seconds(delay: str) -> float:
     return _number(delay, "ms", "a delay is a number with ms, such as 40ms")[0] / 1e3
 
 
-def share(loss: str) -> float:
-    """A loss such as "0.1%" as a part of 1; NetlabError if it is not one."""
-    return _number(loss, "%", "a loss is a number below 100 with %, such as 0.1%", below=100)[0] / 100
-
-
-def _number(text: str, units: str, rule: str, below: float = math.inf) -> tuple[float, str]:
+def _number(text: str, units: str, rule: str) -> tuple[float, str]:
     """A number and its unit, one of `units`; NetlabError with the rule if it is none."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?)({units})", text)
-    if not found or float(found[1]) >= below:
+    if not found:
         raise NetlabError(f"{rule}; not {text!r}")
     return float(found[1]), found[2]
 
@@ -135,15 +133,15 @@ def address(number: int) -> str:
 
 
 def add_switch(hosts: int, link: Link) -> None:
-    """The namespace that all links lead to, with a bridge, and with a relay where packets must wait or be lost."""
+    """The namespace that all links lead to, with a bridge, and with a relay where packets must wait."""
     call("ip", "netns", "add", SWITCH)
     call("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
     call("ip", "-n", SWITCH, "link", "set", "bridge", "up")
     if link.is_relayed:
-        words = [str(hosts), str(seconds(link.delay)), str(share(link.loss))]
+        words = [str(hosts), str(seconds(link.delay))]
         process = start(["ip", "netns", "exec", SWITCH, sys.executable, "-IS", relay.__file__, *words])
         if not ready(process):  # else it ends with the namespace
-            raise NetlabError("links with delay or loss need TAP devices (/dev/net/tun), which cannot be made here")
+            raise NetlabError("links with delay need TAP devices (/dev/net/tun), which cannot be made here")
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -233,18 +231,6 @@ def remove(name: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     call("ip", "netns", "del", name)
-
-
-@functools.cache
-def unavailable() -> str | None:
-    """Why no lab can be brought up on this machine, and what to do; None if one can. It is tried for real."""
-    if reason := lacking():
-        return reason
-    try:
-        _probe()
-    except NetlabError as error:
-        return f"{error}; if this is a container, start it with --privileged"
-    return None
 
 
 def _probe() -> None:

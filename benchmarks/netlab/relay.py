@@ -1,4 +1,4 @@
-"""Links with delay and loss, in user space: ``python -m benchmarks.netlab.relay HOSTS SECONDS LOSS`` in the switch.
+"""Links with delay, in user space: ``python -m benchmarks.netlab.relay HOSTS SECONDS`` in the switch.
 
 A host's eth0 and its port on the bridge are then TAP devices, and what leaves the host waits here. Not every kernel
 has netem; every one has TAP devices. Python moves some ten thousand packets a second: up to about 100 Mbit/s.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import select
 import struct
 import sys
@@ -34,11 +33,10 @@ class Relay:
     Args:
         hosts: how many.
         delay: seconds that a packet that leaves a host waits, >= 0.
-        loss: part of these packets that is lost, in [0, 1).
     """
 
-    def __init__(self, hosts: int, delay: float, loss: float) -> None:
-        self._delay, self._loss, self._draw = delay, loss, random.Random(hosts)
+    def __init__(self, hosts: int, delay: float) -> None:
+        self._delay = delay
         self._from_host: dict[int, int] = {}  # host's device -> its port's
         self._from_port: dict[int, int] = {}
         for number in range(1, hosts + 1):
@@ -68,7 +66,7 @@ class Relay:
                 return
             if device in self._from_port:
                 _put(self._from_port[device], packet)
-            elif self._draw.random() >= self._loss:
+            else:
                 self._waiting.append((time.monotonic() + self._delay, self._from_host[device], packet))
 
 
@@ -81,7 +79,7 @@ def _put(device: int, packet: bytes) -> None:
 
 def main() -> None:
     """Do what the command line says; a line is printed when the devices are there."""
-    relay = Relay(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
+    relay = Relay(int(sys.argv[1]), float(sys.argv[2]))
     print("ready", flush=True)
     relay.serve()
 

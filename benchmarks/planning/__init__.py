@@ -1,1 +1,1 @@
-"""How far the planner is from what was measured, and from single messages: the tables of docs/planning.md."""
+"""How far the planner is from what was measured, and from single messages; what it says of many hosts."""

@@ -3,13 +3,10 @@
 Efficiency is ``throughput(N) / (N * throughput(1))``. For a job that computes for T a step and hides nothing of the
 exchange E(N) behind it, that is ``T / (T + E(N))``.
 
-For N beyond those measured it is what two hosts took, and what the planner (`dgc_horovod.planning`) says of N more than
-of two. At N = 2 there is a core for each rank.
-
-For clusters of nodes of eight workers, up to 1,024, it is the planner's answer: bytes of a card, and efficiency of
-ResNet-50. Of the machine: compression is what two hosts took beside the link, for all elements on one CPU thread;
-decoding is from `benchmarks.kernels decode`. The rest is the planner's own (docs/planning.md): 20 us of latency, 10
-GB/s between the workers of a node.
+For clusters of nodes of eight workers, up to 1,024, it is the answer of the planner (`dgc_horovod.planning`): bytes of
+a card, and efficiency of ResNet-50. Of the machine: compression is what two hosts took beside the link, for all
+elements on one CPU thread; decoding is from `benchmarks.kernels decode`. The rest is the planner's own
+(docs/planning.md): 20 us of latency, 10 GB/s between the workers of a node.
 
 What a prediction of a measured step knows: the model's shapes, density, N, the nominal rate of the link; and constants
 of the machine from one other cell, ResNet-50 between two hosts whose link is not shaped, which is therefore not counted
@@ -31,13 +28,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.exchange.tables import FILE, NAMES, STYLES, TITLES, Row, milliseconds
+from benchmarks.exchange.tables import FILE, Row
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.speed import nanoseconds_an_element
-from benchmarks.report import label, markdown, panels, read_results, save_figure, where
+from benchmarks.report import markdown, read_results, where
 from benchmarks.shapes import SHAPES
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED
@@ -46,7 +42,6 @@ from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
 from dgc_horovod.planning.cost_model import DENSE, FP16, POWER_SGD, Cost, cost
 
 COMPUTE_MS = 200.0
-MODELLED = (16, 32, 64)
 MODEL, NODE_SIZE, WORKERS = "resnet50", 8, (16, 32, 64, 128, 256, 512, 1024)
 RATES = {"1 Gbps": 1e9, "10 Gbps": 1e10}
 DENSITIES, MEASURED_DENSITY = (0.001, 0.01), 0.001
@@ -61,54 +56,17 @@ def efficiency(exchange_ms: float, compute_ms: float = COMPUTE_MS) -> float:
     return compute_ms / (compute_ms + exchange_ms)
 
 
-def measured(rows: Sequence[Row], method: str) -> dict[int, float]:
-    """N -> median milliseconds of the exchange.
-
-    Args:
-        rows: of one model and one rate.
-        method: its name in the rows.
-    """
-    return {row["workers"]: row["ms"]["p50"] for row in sorted(where(rows, method=method), key=_workers)}
-
-
-def modelled(rows: Sequence[Row], method: str, density: float) -> dict[int, float]:
-    """N -> milliseconds of the exchange by the model above; empty where N = 2 was not measured.
-
-    Args:
-        rows: of one model and one rate.
-        method: "dense" or "dgc".
-        density: of what was measured.
-    """
-    at_two = measured(rows, method).get(2)
-    if at_two is None:
-        return {}
-    tensors = specs(rows[0]["model"])
-    config = DGCConfig(density=density)
-    machine = Machine(COMPUTE_MS / 1e3, overlap=0.0, decode=decode_nanoseconds() / 1e9).over_gloo()
-
-    def planned(workers: int) -> float:
-        cluster = Cluster(workers, Link(BITS[rows[0]["rate"]]))
-        found = cost(DENSE if method == "dense" else FLAT, tensors, config, cluster, machine)
-        return 1e3 * (found.network_seconds + found.cpu_seconds)
-
-    return {workers: at_two + planned(workers) - planned(2) for workers in MODELLED}
-
-
 @functools.cache
 def specs(model: str) -> tuple[TensorSpec, ...]:
     """A model's tensors."""
     return tuple(TensorSpec(name, tuple(shape)) for name, shape in SHAPES[model]())
 
 
-def _workers(row: Row) -> int:
-    return int(row["workers"])
-
-
 def decode_nanoseconds() -> float:
     """For each element received from each rank; the most of those measured at the largest N."""
     rows = read_results(kernels.FILE)["decode"]["rows"]
-    largest = max(map(_workers, rows))
-    return max(nanoseconds_an_element(rows, row) or 0.0 for row in rows if row["workers"] == largest)
+    largest = max(row["workers"] for row in rows)
+    return max(nanoseconds_an_element(rows, row) or 0.0 for row in where(rows, workers=largest))
 
 
 class Point(NamedTuple):
@@ -141,7 +99,8 @@ def _machine(rows: Sequence[Row]) -> Machine:
     machine = replace(machine, decode=decode_nanoseconds() / 1e9)
     tensors = specs(MODEL)
     beside = cost(FLAT, tensors, DGCConfig(density=MEASURED_DENSITY), Cluster(2, Link(1e9)), machine)
-    rest = measured(rows, "dgc")[2] / 1e3 - beside.network_seconds - beside.cpu_seconds
+    (row,) = where(rows, method="dgc", workers=2)
+    rest = row["ms"]["p50"] / 1e3 - beside.network_seconds - beside.cpu_seconds
     return replace(machine, compress=rest / sum(spec.numel for spec in tensors))
 
 
@@ -161,53 +120,6 @@ def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.{max(0, 2 - int(math.log10(max(nbytes, 1e6) / 1e6)))}f}"
 
 
-def draw_clusters(rows: Sequence[Row], file: Path) -> None:
-    """Efficiency over the number of workers, a panel a rate and density."""
-    figure, grid = panels(2, 2, 4.2, 3.0, sharex=True, sharey=True)
-    for line, density in zip(grid, DENSITIES, strict=True):
-        for axes, (name, rate) in zip(line, RATES.items(), strict=True):
-            for method in (DENSE, FP16, *METHODS):
-                found = [100 * point(method, workers, density, rate, rows).efficiency for workers in WORKERS]
-                style = "--" if method in (DENSE, FP16) else "-"
-                axes.semilogx(WORKERS, found, style, marker="o", markersize=4, base=2, label=method)
-            axes.set_xticks(WORKERS, [f"{n:,}" for n in WORKERS], fontsize=8)
-            axes.minorticks_off()
-            axes.set_ylim(0, 100)
-            label(axes, f"density {density:.1%}, {name}")
-    for axes in grid[-1]:
-        axes.set_xlabel("workers, eight a node")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("modelled efficiency, %")
-    lines = grid[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
-    save_figure(figure, file)
-
-
-def draw_efficiency(rows: Sequence[Row], model: str, rates: Sequence[str], density: float, file: Path) -> None:
-    """Scaling efficiency over N, a panel a rate: measured (points) and modelled (dashed)."""
-    figure, (line,) = panels(len(rates), sharey=True)
-    for axes, rate in zip(line, rates, strict=True):
-        mine = where(rows, model=model, rate=rate)
-        for method in ("dense", "fp16", "published DGC", "dgc"):
-            style = {**STYLES[method], "markersize": 5}
-            found = {n: 100 * efficiency(ms) for n, ms in measured(mine, method).items()}
-            if not found:
-                continue
-            axes.semilogx(*zip(*found.items(), strict=True), label=method, **style)
-            if method in ("dense", "dgc"):
-                guess = {2: found[2]} if 2 in found else {}
-                guess |= {n: 100 * efficiency(ms) for n, ms in modelled(mine, method, density).items()}
-                dashed = {**style, "linestyle": "--", "markerfacecolor": "white", "linewidth": 1.2}
-                axes.semilogx(list(guess), list(guess.values()), label=f"{method}, modelled", **dashed)
-        axes.set_xticks((2, 4, 8, *MODELLED), map(str, (2, 4, 8, *MODELLED)))
-        axes.minorticks_off()
-        axes.set_ylim(0, 100)
-        label(axes, f"{TITLES[model]}, {NAMES[rate]}", x="hosts, N")
-    line[0].set_ylabel("scaling efficiency, %")
-    line[0].legend(frameon=False, fontsize=8)
-    save_figure(figure, file)
-
-
 # The planner's method, and how many ranks PowerSGD has; published DGC is none of them
 PLANNED = {
     "dense": DENSE,
@@ -223,29 +135,6 @@ PLANNED = {
 KNOWN = ("resnet50", 2, "none")
 _RANK = 2
 _ALONE = Machine(1e-9, overlap=0.0, compress=0.0, encode=0.0, decode=0.0, update=0.0, overhead=0.0, factorise=0.0)
-
-
-class Prediction(NamedTuple):
-    """A row of the exchange study, milliseconds as predicted, and those predicted without its phases."""
-
-    row: Row
-    ms: float
-    without: float
-
-    @property
-    def error(self) -> float:
-        """Relative, of `ms`."""
-        return self.ms / self.measured - 1
-
-    @property
-    def error_without(self) -> float:
-        """Relative, of `without`."""
-        return self.without / self.measured - 1
-
-    @property
-    def measured(self) -> float:
-        """Median milliseconds."""
-        return float(self.row["ms"]["p50"])
 
 
 @functools.cache
@@ -285,50 +174,31 @@ def calibrated(known: Row) -> Machine:
     return replace(_ALONE, compress=phases["compress"] / n, update=phases["decode"] / n, overhead=overhead)
 
 
-def predict(rows: Sequence[Row], workers: int) -> list[Prediction]:
-    """Every row of the planner's methods among so many hosts but those that the constants are of."""
+def predict(rows: Sequence[Row], workers: int) -> list[tuple[str, float, float]]:
+    """Of every row of the planner's methods among so many hosts but the known cell's: method, and relative errors.
+
+    First with the cell's own phases, then with those of the known one.
+    """
     known = {row["method"]: row for row in rows if _place(row) == KNOWN}
     found = []
     for row in where(rows, workers=workers):
         if row["method"] in PLANNED and _place(row) != KNOWN:
-            machine, phases = calibrated(known[row["method"]]), row["phases_ms"]
+            machine, phases, ms = calibrated(known[row["method"]]), row["phases_ms"], row["ms"]["p50"]
             priced = _cost(row, machine)
             own = without = 1e3 * (priced.network_seconds + priced.cpu_seconds)
             if phases:
                 own = _network_ms(row) + 1e3 * machine.overhead + phases["compress"] + phases["decode"]
-            found.append(Prediction(row, own, without))
+            found.append((row["method"], own / ms - 1, without / ms - 1))
     return found
 
 
-def summary(found: Sequence[Prediction]) -> str:
+def summary(found: Sequence[tuple[str, float, float]]) -> str:
     """How far off, by method and all together."""
     lines = []
     for method in (*PLANNED, ""):
-        mine = [each for each in found if method in ("", each.row["method"])]
-        texts = [method or "**all**", str(len(mine))]
-        for errors in ([abs(each.error) for each in mine], [abs(each.error_without) for each in mine]):
-            texts += [f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
-        lines.append(texts)
+        mine = [errors for name, *errors in found if method in ("", name)]
+        columns = [[abs(error) for error in errors] for errors in zip(*mine, strict=True)]
+        figures = [f"{figure:.0%}" for errors in columns for figure in (statistics.median(errors), max(errors))]
+        lines.append([method or "**all**", len(mine), *figures])
     head = ["", "cells", "median error", "largest", "phases of the other cell: median error", "largest"]
-    return markdown(head, lines)
-
-
-def cells(found: Sequence[Prediction]) -> str:
-    """Each cell: measured, predicted, error."""
-    lines = []
-    for each in found:
-        place = f"{each.row['model']}, {NAMES[each.row['rate']]}, {each.row['method']}"
-        errors = f"{each.error:+.0%}", f"{each.error_without:+.0%}"
-        lines.append([place, milliseconds(each.measured), milliseconds(each.ms), *errors])
-    return markdown(["N = 2", "measured, ms", "predicted, ms", "error", "error with the other cell's phases"], lines)
-
-
-def many(rows: Sequence[Row]) -> str:
-    """Four and eight hosts, whose ranks share two cores: what the network takes, and what is beside it."""
-    lines = []
-    for each in (*predict(rows, 4), *predict(rows, 8)):
-        row, wait = each.row, each.row["phases_ms"].get("wait")
-        times = map(milliseconds, (each.measured, _network_ms(row), wait, each.without))
-        lines.append([f"{row['model']}, N = {row['workers']}, {row['method']}", *times])
-    head = ["1 Gbps", "measured, ms", "network, predicted", "wait, measured", "predicted with a core a rank"]
     return markdown(head, lines)

@@ -11,10 +11,8 @@ studies:
   local       AdamW with local steps, averaged and compressed, from the start and after dense steps
   gpt         the same for a GPT of 5.1 M parameters, beside PowerSGD
   auto        runs of 300 and of 30,000 steps at the density that --compression auto takes for them
-  real        some of the runs on Horovod's own ranks; the others are simulated in one process
   exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
   longer-exchanges  the same at 4 times the length
-  selection   what top-k and the Gaussian rule leave behind, on vectors and on gradients
 
 All but gpt take a day on two cores, gpt ten hours. What has been run is kept, so that a study that was stopped goes
 on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it. The studies of AdamW at each step
@@ -31,11 +29,10 @@ import os
 from dataclasses import replace
 
 from benchmarks.command import Benchmark, argument
-from benchmarks.quality import runs, selection, tables
+from benchmarks.quality import runs, tables
 from benchmarks.quality.training import Run
 from benchmarks.report import read_results
 
-STUDIES = (*runs.STUDIES, "selection")
 SEEDS, QUICK_LENGTH = (0, 1, 2), 0.02
 
 
@@ -45,11 +42,9 @@ def measure(options: argparse.Namespace) -> None:
         plan = [Run("lstm", name, 2, length=QUICK_LENGTH) for name in ("dense", "+ residual (TopK-SGD)", "dgc")]
         runs.complete([*plan, replace(plan[-1], real=True)], options.file, processes=1)
         return
-    studies = STUDIES if "all" in options.studies else options.studies
-    plans = (runs.STUDIES[name](SEEDS) for name in studies if name in runs.STUDIES)
+    studies = runs.STUDIES if "all" in options.studies else options.studies
+    plans = (runs.STUDIES[name](SEEDS) for name in studies)
     runs.complete(itertools.chain(*plans), options.file, os.cpu_count() or 1)
-    if "selection" in studies:
-        selection.complete(options.file)
 
 
 def table(options: argparse.Namespace) -> str:
@@ -62,7 +57,7 @@ def table(options: argparse.Namespace) -> str:
 
 COMMAND = Benchmark(
     "quality", __doc__ or "", measure, table, runs.KEPT,
-    (argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all", metavar="STUDY", help="see below"),),
+    (argument("studies", nargs="*", choices=[*runs.STUDIES, "all"], default="all", metavar="STUDY", help="see below"),),
     quick=True,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The tables and plots of docs/quality.md, from the files of the study.
+"""The tables of docs/quality.md, from the files of the study.
 
 First AdamW, compressed at each step and with local steps, beside dense AdamW of the same seed; then the others.
 """
@@ -9,33 +9,20 @@ import functools
 import itertools
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.quality import plots, runs, selection, tables
+from benchmarks.quality import runs, tables
 from benchmarks.quality import variants as all_of
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, NODES, WORKERS
-from benchmarks.quality.selection import MOMENTS
 from benchmarks.quality.tables import Outcome, gaps, is_clear, paired
 from benchmarks.quality.tasks import ALL_TASKS, TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, ADAM_DENSE, AUTOMATIC, AVERAGED, LOCAL_STEPS, UNMASKED, VARIANTS
-from benchmarks.report import (
-    IMAGES,
-    label,
-    markdown,
-    mean_and_deviation,
-    panels,
-    read_results,
-    save_figure,
-    spread,
-    where,
-)
+from benchmarks.report import markdown, read_results, spread
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
-LEAST = "AdamW, dgc, 0.1% in 2 bits"
 NOTHING = f"0 runs are in benchmarks/results/{ADAM_KEPT.name} yet."
 LOSS = "loss minus dense AdamW, nats"
 # local variant -> the one without compression, and H
@@ -85,15 +72,6 @@ def _traffic(each: Outcome) -> float:
     if not variant.power_sgd:
         return each.traffic
     return (variant.dense_steps + (steps - variant.dense_steps) * each.traffic) / steps
-
-
-def matrix(found: Sequence[Outcome], variants: Sequence[str], columns: Sequence[tuple[int, float]]) -> str:
-    """A line a variant, a column for each N and length."""
-    cells = [[spread(to_dense(found, Run(TASK, name, n, length=x)), "+.3f") for n, x in columns] for name in variants]
-    if not any(map(any, cells)):
-        return NOTHING
-    head = [f"N = {n}, {Run(TASK, DENSE, n, length=x).steps:,} steps" for n, x in columns]
-    return markdown([LOSS, *head], [[_named(name), *row] for name, row in zip(variants, cells, strict=True)])
 
 
 def larger(local: Sequence[Outcome], adam: Sequence[Outcome]) -> str:
@@ -181,38 +159,13 @@ def blocks(local: Sequence[Outcome], adam: Sequence[Outcome]) -> dict[str, str]:
         local: of the study that has local steps.
         adam: of the study of compression at each step.
     """
-    by_workers = [(workers, LENGTHS[1]) for workers in ADAM_WORKERS]
     return {
         "adam": table(adam),
         "adam-local": table(adam, list(all_of.LOCAL_BETAS)),
-        "adam-workers": matrix(adam, (DGC, "AdamW, dgc, 0.3% in 2 bits"), by_workers),
-        "adam-lengths": matrix(adam, (DGC, LEAST), [(ADAM_WORKERS[0], length) for length in LENGTHS]),
         "larger": "\n\n".join(filter(None, (larger(local, adam), power_sgd(local, adam)))),
         "local": local_steps(local),
         "outer": outer_momentum(local),
     }
-
-
-def draw_adamw(found: Sequence[Outcome], file: Path) -> None:
-    """The gap over the density, a line for each number of ranks."""
-    figure, ((axes,),) = panels(width=5.4)
-    for workers, style in zip(WORKERS, ("-", "--"), strict=True):
-        points = []
-        for name in ADAM:
-            config = VARIANTS[name].config(ALL_TASKS[TASK].settings)
-            values = to_dense(found, Run(TASK, name, workers, length=LENGTHS[1]))
-            if config is not None and values and VARIANTS[name].betas == VARIANTS[DENSE].betas:
-                points.append((100 * config.density, *mean_and_deviation(values)))
-        if points:
-            axes.errorbar(*zip(*points, strict=True), fmt=f"o{style}", markersize=4, capsize=2, label=f"N = {workers}")
-            axes.legend(frameon=False, fontsize=8)
-    axes.axhline(0, color="#444444", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xlim(0.07, 70)
-    axes.set_xticks((0.1, 1, 10), ("0.1%", "1%", "10%"))
-    axes.minorticks_off()
-    label(axes, x="density (2 bits up to 1%, bfloat16 from 1% on)", y=LOSS)
-    save_figure(figure, file)
 
 
 SHARDED = ("sharded, k", "sharded, 2k", "sharded, 4k")
@@ -221,12 +174,14 @@ AUTO_SEED = 700  # the first of its study
 
 def texts() -> dict[str, str]:
     """The generated parts of the page, by marker."""
-    (found, adam), kept = _found(), read_results(selection.KEPT)
-    made = tables.blocks(found) | _blocks(found) | blocks(found, adam)
-    made |= {"vectors": vectors(kept), "gradients": gradients(kept)}
-    made |= {"made-by": made_by(found), "quality": tables.by_length(found)}
-    made["adam-made-by"] = made_by(adam, runs.ADAM_KEPT) if adam else NOTHING
-    return made
+    found, adam = _found()
+    made, lengths = tables.blocks(found) | blocks(found, adam), LENGTHS[:2]
+    many = zip(*(many_workers(found, length) for length in lengths), strict=True)
+    for marker, parts in zip(("many-workers", "many-workers-verdicts"), many, strict=True):
+        by_length = zip(lengths, parts, strict=True)
+        made[marker] = "\n\n".join(f"×{length:g} the steps\n\n{table}" for length, table in by_length)
+    made |= {"auto": automatic(found), "made-by": made_by(found), "quality": tables.by_length(found)}
+    return made | {"adam-made-by": made_by(adam, runs.ADAM_KEPT)}
 
 
 def in_short() -> str:
@@ -241,10 +196,7 @@ def in_short() -> str:
         return statistics.mean(tables.GOALS[task].gap(row)), row.run.steps
 
     def of_adam(run: Run) -> str:
-        values, seeds = to_dense(adam, run), ""
-        if len(values) < 3:
-            seeds = f" (of {len(values)} seed{'s' * (len(values) > 1)})"
-        return f"{statistics.mean(values):+.2f} nats{seeds} for {less(adam, run)} of the bytes"
+        return f"{statistics.mean(to_dense(adam, run)):+.2f} nats for {less(adam, run)} of the bytes"
 
     transformer = Run(TASK, DGC, 4, length=LENGTHS[1])
     coarse, gpt = replace(transformer, variant="AdamW, dgc, 0.3% in 2 bits"), Run("gpt", DGC, 4)
@@ -253,15 +205,11 @@ def in_short() -> str:
         "In runs that are long enough, yes. On small models, four ranks, three seeds ([all figures](docs/quality.md)), "
         f"against dense training: images with SGD at 0.1% after {steps:,} steps {images:+.1f} points of accuracy; an "
         f"LSTM with SGD at 0.5% after {lstm_steps:,} steps {lstm:+.2f} nats of loss; a Transformer with **AdamW** "
-        f"after {transformer.steps:,} steps {of_adam(transformer)} at 1%, {of_adam(coarse)} at 0.3% in 2 bits"
-    )
-    if to_dense(adam, gpt):
-        text += f"; a GPT of 5 M with AdamW after {gpt.steps:,} steps {of_adam(gpt)} at 1%"
-        text += f", {of_adam(replace(gpt, variant=coarse.variant))} at 0.3% in 2 bits"
-    text += (
-        f". SGD runs a tenth as long end behind, by {-gap('images', short)[0]:.1f} points and "
-        f"{gap('lstm', short)[0]:.2f} nats. AdamW needs neither dense steps nor a density warm-up "
-        "([settings](docs/tuning.md#adam-and-adamw))."
+        f"after {transformer.steps:,} steps {of_adam(transformer)} at 1%, {of_adam(coarse)} at 0.3% in 2 bits; "
+        f"a GPT of 5 M with AdamW after {gpt.steps:,} steps {of_adam(gpt)} at 1%, "
+        f"{of_adam(replace(gpt, variant=coarse.variant))} at 0.3% in 2 bits. SGD runs a tenth as long end behind, "
+        f"by {-gap('images', short)[0]:.1f} points and {gap('lstm', short)[0]:.2f} nats. AdamW needs neither dense "
+        "steps nor a density warm-up ([settings](docs/tuning.md#adam-and-adamw))."
     )
     return "\n".join(textwrap.wrap(text, 150, break_long_words=False, break_on_hyphens=False))
 
@@ -285,36 +233,25 @@ def made_by(found: Sequence[Outcome], file: Path = runs.KEPT) -> str:
     )
 
 
-def draw() -> None:
-    """The plots of the page."""
-    found, adam = _found()
-    plots.draw(found, read_results(selection.KEPT))
-    draw_adamw(adam, IMAGES / "quality_adam.svg")
+def many_workers(found: Sequence[Outcome], length: float) -> tuple[str, str]:
+    """Each exchange less dense training of the same seed, and less the flat exchange of as many bytes.
 
-
-def _exchanges(found: Sequence[Outcome], length: float) -> str:
-    """Loss of each exchange less that of dense training of the same seed."""
-    lines = []
+    The latter bold where chance puts it so far from 0 once in 20 times.
+    """
+    to_dense, to_flat = [], []
     for task, (workers, node_size) in itertools.product(TASKS, NODES.items()):
-        runs = [Run(task, name, workers, length=length) for name in ("dense", "dgc", *_pairs(node_size))]
-        cells = [spread(gaps(found, run, runs[0]), "+.3f") for run in runs[1:]]
-        if any(cells):
-            lines.append([f"{TASKS[task].title}, N = {workers}, nodes of {node_size}", *cells])
-    beside = (part for name in ("nodes", *SHARDED) for part in (name, "flat, same bytes"))
-    return markdown(["loss minus dense, nats", "flat", *beside], lines)
-
-
-def _verdicts(found: Sequence[Outcome], length: float) -> str:
-    """Each exchange less the flat one of as many bytes, bold where chance puts it so far from 0 once in 20 times."""
-    lines = []
-    for task, (workers, node_size) in itertools.product(TASKS, NODES.items()):
-        runs = [Run(task, name, workers, length=length) for name in _pairs(node_size)]
-        differences = [gaps(found, run, flat) for run, flat in zip(runs[::2], runs[1::2], strict=True)]
+        names = ("dense", "dgc", *_pairs(node_size))
+        dense, flat, *pairs = (Run(task, name, workers, length=length) for name in names)
+        differences = [gaps(found, run, beside) for run, beside in zip(pairs[::2], pairs[1::2], strict=True)]
         if any(differences):
+            title = f"{TASKS[task].title}, N = {workers}"
+            cells = [spread(gaps(found, run, dense), "+.3f") for run in (flat, *pairs)]
+            to_dense.append([f"{title}, nodes of {node_size}", *cells])
             bold = ["**" if is_clear(values) else "" for values in differences]
-            cells = [f"{b}{spread(values, '+.3f')}{b}" for b, values in zip(bold, differences, strict=True)]
-            lines.append([f"{TASKS[task].title}, N = {workers}", *cells])
-    return markdown(["loss minus flat of the same bytes, nats", "nodes", *SHARDED], lines)
+            to_flat.append([title, *(f"{b}{spread(x, '+.3f')}{b}" for b, x in zip(bold, differences, strict=True))])
+    beside = (part for name in ("nodes", *SHARDED) for part in (name, "flat, same bytes"))
+    first = markdown(["loss minus dense, nats", "flat", *beside], to_dense)
+    return first, markdown(["loss minus flat of the same bytes, nats", "nodes", *SHARDED], to_flat)
 
 
 def _pairs(node_size: int) -> list[str]:
@@ -322,7 +259,7 @@ def _pairs(node_size: int) -> list[str]:
     return [part for name in (f"nodes of {node_size}", *SHARDED) for part in (name, f"dgc, bytes of {name}")]
 
 
-def _auto(found: Sequence[Outcome]) -> str:
+def automatic(found: Sequence[Outcome]) -> str:
     """A line a task and length: density, loss and accuracy less those of dense training of the same seed."""
     names = ("dense", *AUTOMATIC, *UNMASKED)
     shown = tables.rows_of(found, lambda run: run.seed >= AUTO_SEED and run.variant in names)
@@ -336,37 +273,3 @@ def _auto(found: Sequence[Outcome]) -> str:
             lines.append([title, f"{fields['density']:.1%}", masked, *differences, str(len(row.loss_gap))])
     head = ["N = 4, auto minus dense", "density", "momentum masked", "loss, nats", "accuracy, points", "seeds"]
     return markdown(head, lines)
-
-
-def _blocks(found: Sequence[Outcome]) -> dict[str, str]:
-    lengths = [x for x in LENGTHS[:2] if any(each.run.workers in NODES and each.run.length == x for each in found)]
-    many = {
-        name: "\n\n".join(f"×{length:g} the steps\n\n{table(found, length)}" for length in lengths)
-        for name, table in (("many-workers", _exchanges), ("many-workers-verdicts", _verdicts))
-    }
-    return {**many, "auto": _auto(found)}
-
-
-def vectors(kept: Mapping[str, Any]) -> str:
-    """The remainder on Gaussian vectors beside the bounds."""
-    lines = []
-    for row in kept[selection.VECTORS]["rows"]:
-        below = 1 - row["k"] / row["numel"]
-        left = (row["exact"], below**2, row["gaussian"], row["sampled"], row["random"], below)
-        lines.append([f"{row['k']:,}", *(f"{value:.5f}" for value in left)])
-    return markdown(["k of 100,000", "top-k", "(1 - k/d)²", "gaussian", "sampled", "random", "1 - k/d"], lines)
-
-
-def gradients(kept: Mapping[str, Any]) -> str:
-    """The remainder of top-k on gradients and residuals at the moments of a run that were looked at."""
-    lines = []
-    for name in selection.GRADIENTS:
-        found = kept[name]["rows"]
-        for tensor in dict.fromkeys(row["tensor"] for row in found):
-            mine = where(found, tensor=tensor)
-            below = 1 - mine[0]["k"] / mine[0]["numel"]
-            left = [f"{row['remainder']:.4f}" for row in mine]
-            tails = " ".join(f"{row['kurtosis']:.1f}" for row in mine)
-            lines.append([f"{name}, {tensor}", *left, f"{below**2:.4f}", f"{below:.4f}", tails])
-    moments = [f"{moment:.0%}" for moment in MOMENTS]
-    return markdown(["remainder of top-k", *moments, "(1 - k/d)²", "1 - k/d", "kurtosis"], lines)

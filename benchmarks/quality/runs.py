@@ -28,7 +28,6 @@ NODES = {16: 4, 32: 4, 64: 8}  # workers, of them in a node
 LONGER = ("dense", "topk (TopK-SGD)", "dgc", "dgc, density 0.1%")
 LONGEST = 30.0
 LOWEST_LONGEST = ("half the rate, dgc, density 0.1%", "half the rate, dgc, density 0.3%, values=2bit")
-_REAL = ("dense", "dgc", "dgc, rule=gaussian")
 _ONLY_WHERE_CLIPPED = ("+ local clipping", "DGC without clipping")
 # settings of the compression that are in every hash; others only where they are set, so that one more changes no hash
 _IN_EVERY_HASH = (
@@ -145,12 +144,6 @@ def _lowest(seeds: Sequence[int]) -> Iterator[Run]:
     yield from _runs("lstm", longest, fewest, seeds, LONGEST)
 
 
-def _real(seeds: Sequence[int]) -> Iterator[Run]:
-    for (workers, seed), task in itertools.product(_places([min(seeds)]), TASKS):
-        shown = _REAL if workers == min(WORKERS) else ("dgc",)  # more than that take long on few cores
-        yield from _runs(task, shown, workers, [seed], real=True)
-
-
 def _exchanges(seeds: Sequence[int], length: float) -> Iterator[Run]:
     for i, (workers, node_size) in enumerate(NODES.items(), start=len(WORKERS)):
         other_nodes = tuple(f"nodes of {other}" for other in set(NODES.values()) - {node_size})
@@ -170,7 +163,6 @@ STUDIES = {
     "local": _local,
     "gpt": _gpt,
     "auto": _auto,
-    "real": _real,
     "exchanges": functools.partial(_exchanges, length=LENGTHS[0]),
     "longer-exchanges": functools.partial(_exchanges, length=LENGTHS[1]),
 }

@@ -29,7 +29,6 @@ class Outcome:
     accuracy: float
     traffic: float
     curve: list[list[float]]
-    selected: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def outcomes(results: Results) -> list[Outcome]:
     found = []
     for kept in results.values():
         last = (math.inf, math.nan) if kept["diverged"] else (kept["loss"], 100 * kept["accuracy"])
-        counts = kept.get("traffic", 1.0), kept["curve"], kept.get("selected", [])
-        found.append(Outcome(Run(**kept["run"]), *last, *counts))
+        found.append(Outcome(Run(**kept["run"]), *last, kept.get("traffic", 1.0), kept["curve"]))
     place = {name: i for i, name in enumerate(VARIANTS)}
     return sorted(found, key=lambda each: (place.get(each.run.variant, len(place)), each.run.seed))
 
@@ -207,7 +205,6 @@ GOALS = {
 }
 _NO_GOAL = Goal("Transformer, loss in nats", "loss", math.inf)  # its runs have one length
 _SUMMARY = (("images", "dgc"), ("lstm", "dgc"), ("lstm", "dgc, density 0.1%"), ("transformer", "dgc"))
-COUNTED = ("dgc", "dgc, rule=gaussian", "gaussian (GaussianK-SGD)", "dgc, rule=sampled")
 
 
 def every_run(results: Results) -> str:
@@ -231,9 +228,7 @@ def blocks(found: Sequence[Outcome]) -> dict[str, str]:
         "lowest": _lowest(found),
         "choices": "\n\n".join(_by_task(found, workers, ("dense", *CHOICES)) for workers in WORKERS),
         "against-defaults": _against_defaults(found),
-        "counts": _counts(found),
         "optimizers": _optimizers(found),
-        "real": _real(found),
     }
 
 
@@ -341,32 +336,6 @@ def _optimizers(found: Sequence[Outcome]) -> str:
     first = [each for each in found if each.run.seed < 100]  # of this study; that of Adam has others
     mine = rows_of(first, task="transformer", workers=4, real=False)
     return _rows(row for row in mine if row.run.variant in shown)
-
-
-def _real(found: Sequence[Outcome]) -> str:
-    by_run = {each.run: each for each in found}
-    lines = []
-    for run, each in by_run.items():
-        twin = by_run.get(replace(run, real=False))
-        if run.real and twin:
-            name = f"{ALL_TASKS[run.task].title}, N = {run.workers}, {run.variant}"
-            same = sum(a == b for a, b in zip(each.curve, twin.curve, strict=False))
-            figures = (each.loss, twin.loss, each.accuracy, twin.accuracy)
-            lines.append([name, *(f"{figure:.4f}" for figure in figures), f"{same} of {len(each.curve)}"])
-    head = ["", "loss, Horovod", "simulated", "accuracy, Horovod", "simulated", "equal points of the curve"]
-    return markdown(head, lines)
-
-
-def _counts(found: Sequence[Outcome]) -> str:
-    lines = []
-    for variant in COUNTED:
-        mine = [each for each in found if each.run.variant == variant and each.selected and not each.run.real]
-        if mine:
-            least, middle, most = zip(*(part for each in mine for part in each.selected), strict=True)
-            figures = (min(least), statistics.mean(middle), max(most))
-            steps = sum(each.curve[-1][0] for each in mine)
-            lines.append([variant, len(mine), f"{steps:,.0f}", *(f"{figure:.3f}" for figure in figures)])
-    return markdown(["selected / k", "runs", "steps", "least", "mean", "most"], lines)
 
 
 def by_length(found: Sequence[Outcome]) -> str:

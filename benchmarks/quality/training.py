@@ -13,9 +13,7 @@ from torch import Generator
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LocalRanks, LossOf
 from benchmarks.quality.tasks import ALL_TASKS, WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
-from dgc_horovod.core.bucketing import ranges
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.schedule import density_at
 
 HOPELESS = 50.0  # a training loss, in nats, from which no run comes back
 Watch = Callable[["Ranks", int, float], None]  # the ranks, steps done, their loss
@@ -71,51 +69,12 @@ class Run:
         return max(1, ALL_TASKS[self.task].settings.batch * WORKERS // self.workers)
 
 
-class Counts:
-    """The counts of one rank's exchange over a run.
-
-    Args:
-        exchange: of rank 0; None for dense training, of which there is nothing to count.
-    """
-
-    def __init__(self, exchange: OptimizerExchange | None) -> None:
-        self._exchange, self._before = exchange, 0
-        self._k_at: dict[float, int] = {}  # by density
-        self._since: list[float] = []
-        self._closed: list[list[float]] = []
-
-    def count(self) -> None:
-        """A step is done."""
-        if self._exchange is not None:
-            counts, config = self._exchange.counts, self._exchange.config
-            k = self._k(density_at(config.final_density, config.warmup, counts.steps - 1))
-            self._since.append((counts.selected - self._before) / k)
-            self._before = counts.selected
-
-    def close(self) -> None:
-        """The next point of the curve is reached."""
-        if self._since:
-            mean = sum(self._since) / len(self._since)
-            self._closed.append([round(value, 4) for value in (min(self._since), mean, max(self._since))])
-            self._since.clear()
-
-    def found(self) -> dict[str, Any]:
-        """The counts of a compressed run.
-
-        ``selected``: [least, mean, most] in k up to each point of the curve; ``traffic``: bytes sent, in fp32's.
-        """
-        if self._exchange is None:
-            return {}
-        stats = self._exchange.counts.stats()
-        return {"selected": self._closed, "traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
-
-    def _k(self, density: float) -> int:
-        if density not in self._k_at:
-            assert self._exchange is not None
-            buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.uncompressed]
-            runs = [run for bucket in buckets for run in ranges(bucket, self._exchange.config.scope, density)]
-            self._k_at[density] = sum(run.k for run in runs)
-        return self._k_at[density]
+def traffic(exchange: OptimizerExchange | None) -> dict[str, float]:
+    """Of a compressed run the ``traffic``: bytes that a rank has sent, in those of fp32."""
+    if exchange is None:
+        return {}
+    stats = exchange.counts.stats()
+    return {"traffic": round(stats["bytes_sent"] / max(1, stats["bytes_dense"]), 6)}
 
 
 def schedule(step: int, steps: int, ramp: int) -> float:
@@ -154,7 +113,7 @@ def train(
 
     Returns:
         ``curve`` of [step, test loss, test accuracy]; whether it has ``diverged``, that is, broke off or is hopeless;
-        the last ``loss`` and ``accuracy``, None where it has; what `Counts.found` gives of rank 0.
+        the last ``loss`` and ``accuracy``, None where it has; `traffic` of rank 0.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a run that diverges would take several times as long
@@ -163,13 +122,12 @@ def train(
     highest, ranks = optimizer.param_groups[0]["lr"], make_ranks(run, task, optimizer)
     draws = [Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.workers)]
     points = task.points if points is None else points
-    curve, counts, every = [], Counts(ranks.exchange), max(1, run.steps // points) if points else 0
+    curve, every = [], max(1, run.steps // points) if points else 0
     end = steps or run.steps
     for step in range(end):
         for group in ranks.optimizer.param_groups:
             group["lr"] = highest * schedule(step, run.steps, task.settings.ramp)
         loss = ranks.step(lambda rank: task.loss(run.batch, draws[rank]))
-        counts.count()
         watch(ranks, step + 1, loss)
         if not loss < HOPELESS:
             break
@@ -178,10 +136,9 @@ def train(
             if not math.isfinite(quality.loss):
                 break
             curve.append([step + 1, round(quality.loss, 4), round(quality.accuracy, 5)])
-            counts.close()
     diverged = not curve or curve[-1][0] < end or is_hopeless(*curve[-1][1:], task.classes)
     last = [None, None] if diverged else curve[-1][1:]
-    return {"curve": curve, "diverged": diverged, "loss": last[0], "accuracy": last[1], **counts.found()}
+    return {"curve": curve, "diverged": diverged, "loss": last[0], "accuracy": last[1], **traffic(ranks.exchange)}
 
 
 def is_hopeless(loss: float, accuracy: float, classes: int) -> bool:

@@ -219,7 +219,6 @@ ADAM_IN_2_BITS = {
     f"AdamW, dgc, {density}% in 2 bits": _adamw(density=density / 100, values="2bit") for density in (1, 0.5, 0.3, 0.1)
 }
 ADAM = {
-    **{f"AdamW, dgc, {density:.0%}": _adamw(density=density) for density in (0.5, 0.25, 0.1, 0.03)},
     "AdamW, dgc": _adamw(),
     **ADAM_IN_2_BITS,
     "AdamW, dgc, b2 0.999": replace(_adamw(), betas=(0.9, 0.999)),

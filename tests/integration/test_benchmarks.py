@@ -15,7 +15,6 @@ from tests.helpers.jobs import run
     ("name", "shown"),
     [
         pytest.param("exchange", "| dgc |", marks=pytest.mark.slow),
-        pytest.param("training", "dgc", marks=pytest.mark.slow),
         pytest.param("quality", "| dgc |", marks=pytest.mark.slow),
     ],
 )
@@ -29,18 +28,18 @@ def test_quick_run_ends_with_a_table(name, shown):
 def test_gpu_check_without_a_gpu(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
     command = [sys.executable, "-m", "benchmarks.gpu", str(tmp_path), "--interpret"]
-    ended = run([*command, "--only", "training", "models", "growth", "steps"], timeout=170)
+    ended = run([*command, "--only", "models", "steps"], timeout=170)
     assert ended.code == 0, ended.output
-    for row in ("| tiny |", "| ours |", "| dgc |", "| tiny | AdamW |"):
+    for row in ("| tiny |", "| tiny | AdamW |"):
         assert row in ended.output, ended.output
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert set(found["figures"]) == {"training", "models", "growth", "steps"}
+    assert set(found["figures"]) == {"models", "steps"}
     kept = run([sys.executable, "-m", "benchmarks.gpu.page", str(tmp_path)], timeout=60)
     assert kept.code != 0 and "on no GPU" in kept.output
 
 
 def test_gpu_check_says_which_bars_are_met():
-    found = {"training": {"dense": 0.9, "dgc": 0.895}, "models": [{
+    found = {"models": [{
         "model": "small", "numel": 10**6, "floor_ms": 1.0, "compress": {"ms": 1.9}, "decode": {"ms": 1.0},
         "launches": 9.0, "busy_ms": 1.7,
         **{flow: {"ms": 25.0} for flow in (page.TOPK, page.PUBLISHED, page.GAUSSIAN)},
@@ -48,7 +47,7 @@ def test_gpu_check_says_which_bars_are_met():
         {"model": "GPT", "optimizer": "AdamW", "alone": {"ms": 100.0}, "compressed": {"ms": 103.0}},
     ]}  # fmt: skip
     lines = page.verdicts(found)
-    assert len(lines) == 8 and [line for line in lines if line.startswith("MISSED")] == [
+    assert len(lines) == 7 and [line for line in lines if line.startswith("MISSED")] == [
         "MISSED small: decode, times compress: 0.53 (at most 0.5)",
         "MISSED small: faster than published DGC: 13.16 (at least 20)",
         "MISSED small: the device waits for the host, percent: 10.53 (at most 5)",

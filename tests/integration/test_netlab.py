@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,13 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.netlab import Lab, NetlabError, lab, unavailable
-from benchmarks.netlab.__main__ import main, with_hosts
+from benchmarks.netlab import NetlabError, lab, unavailable
 from benchmarks.netlab.hosts import STATE
 from benchmarks.netlab.network import OVERLAYS, PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
-NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
+UP = [sys.executable, "-c", "from benchmarks.netlab import lab; lab(4).__enter__()"]
 MBIT = 200
 ECHO = """
 import socket, time
@@ -47,11 +44,6 @@ def hosts():
         pytest.skip(reason)
     with lab(2, f"{MBIT}mbit") as up:
         yield up
-
-
-def netlab(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, variables = [*NETLAB, *words], {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
 
 
 def nothing_is_left() -> bool:
@@ -114,53 +106,6 @@ def test_a_command_ends_with_its_ssh_client(hosts):
 
 
 @pytest.mark.slow
-def test_the_command_line():
-    """Up, status, a command whose signals and exit status are its own, down."""
-    if reason := unavailable():
-        pytest.skip(reason)
-    up = netlab("up", "--hosts", "2", "--rate", f"{MBIT}mbit", "--per-host-ranks", "3")
-    assert up.returncode == 0, up.stderr  # and where it is refused, what is up is not ours to take down
-    try:
-        assert re.search(r"200mbit .* measured 1\d\d Mbit/s .*, 1\d\d Mbit/s back", up.stdout)
-        done = netlab("run", "--host", "2", "--", "sh", "-c", "hostname; echo $NETLAB_NP $NETLAB_HOSTS; exit 7")
-        assert (done.returncode, done.stdout.split()) == (7, ["host2", "6", "host1:3,host2:3"]), done.stderr
-        script = "trap 'exit 9' TERM; echo waiting; while :; do sleep 0.05; done"
-        run = [*NETLAB, "run", "--", "sh", "-c", script]
-        with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "waiting\n"
-            process.terminate()
-            assert process.wait(timeout=10) == 9
-        assert "a lab is up already" in netlab("up", "--hosts", "2").stderr
-        whole = netlab("status")
-        assert whole.returncode == 0 and whole.stdout.count("ssh server alive") == 2
-        assert up.stdout.partition("measured")[2] in whole.stdout
-        os.kill(int((STATE / "2.pid").read_text()), signal.SIGKILL)
-        damaged = netlab("status")
-        assert damaged.returncode == 1 and "host2 at 10.77.0.2: damaged: its ssh server has ended" in damaged.stdout
-    finally:
-        down = netlab("down")
-    assert down.returncode == 0 and nothing_is_left(), down.stderr
-    assert (netlab("status").returncode, netlab("status").stdout) == (1, "no lab is up\n")
-
-
-@pytest.mark.parametrize(
-    ("command", "given"),
-    [
-        ("dgcrun --gloo sh -c x -H y", True),
-        ("horovodrun --config-file job.yaml sh -np 2", True),
-        ("dgcrun --gloo -np 2 sh", False),
-        ("dgcrun --hosts=host2:1 sh", False),
-        ("horovodrun -hostfile all sh", False),
-        ("sh dgcrun sh", False),
-    ],
-)
-def test_a_launcher_without_hosts_is_given_them(command, given):
-    program, *words = command.split()
-    added = ["-np", "8", "-H", "host1:4,host2:4"] if given else []
-    assert with_hosts(command.split(), Lab(2, 4)) == [program, *added, *words]
-
-
-@pytest.mark.slow
 def test_time_limit_ends_what_was_started(hosts):
     with pytest.raises(subprocess.TimeoutExpired):
         hosts.run(1, ["sh", "-c", "sleep 600 & wait"], timeout=0.5)
@@ -176,19 +121,18 @@ def test_nothing_outlives_the_lab():
         assert daemon.is_running()
         with pytest.raises(NetlabError, match="another process has a lab up"), lab(1):
             pass
-        assert "another process has a lab up" in netlab("down").stderr and daemon.is_running()
+        assert daemon.is_running()
     assert ended(daemon)
     with pytest.raises(NetlabError, match="host 1 is not up"):
         hosts.run(1, ["true"])
     assert nothing_is_left()
-    assert netlab("down").returncode == 0
 
 
 @pytest.mark.slow
 def test_a_lab_that_was_killed_half_way_up_is_cleaned_up():
     if reason := unavailable():
         pytest.skip(reason)
-    with subprocess.Popen([*NETLAB, "up", "--hosts", "4"], cwd=ROOT) as process:
+    with subprocess.Popen(UP, cwd=ROOT) as process:
         while not (STATE / "1.pid").exists() and process.poll() is None:
             time.sleep(0.01)
         process.kill()
@@ -203,9 +147,10 @@ def test_what_cannot_be_brought_up_is_said_in_a_line(monkeypatch):
     with pytest.raises(NetlabError, match=r"with kbit, mbit or gbit, .* not 'fast'"), lab(2, "fast"):
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(sys, "argv", ["netlab", "up", "--hosts", "2"])
-    with pytest.raises(SystemExit, match="netlab: network namespaces need root: run it with sudo"):
-        main()
+    unavailable.cache_clear()
+    with pytest.raises(NetlabError, match="network namespaces need root: run it with sudo"), lab(2):
+        pass
+    unavailable.cache_clear()
     assert nothing_is_left()
 
 
@@ -230,7 +175,7 @@ while True:  # until each knows where the other is
     except TimeoutError:
         pass
 sent, times = {}, []
-for i in range(400):
+for i in range(100):  # fewer than a socket holds
     sent[i] = time.perf_counter()
     link.sendto(str(i).encode(), (sys.argv[1], 5002))
     time.sleep(0.001)
@@ -241,16 +186,16 @@ while True:
         break
     if i >= 0:
         times.append(time.perf_counter() - sent[i])
-print(len(times) / 400, min(times))
+print(len(times) / 100, min(times))
 """
 
 
 @pytest.mark.slow
-def test_a_link_has_delay_and_loss():
-    """There and back take two delays, and what is lost on either way does not come back."""
+def test_a_link_has_delay():
+    """There and back take two delays, and nothing is lost."""
     if reason := unavailable():
         pytest.skip(reason)
-    with lab(2, "50mbit", delay="30ms", loss="20%") as up:
+    with lab(2, "50mbit", delay="30ms") as up:
         with up.start(2, [sys.executable, "-c", ANSWERS], stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout.readline() == "listening\n"
@@ -258,12 +203,12 @@ def test_a_link_has_delay_and_loss():
             finally:
                 process.kill()
         back, seconds = map(float, done.stdout.split())
-        assert 0.5 < back < 0.8, "0.64 by chance"
+        assert back > 0.95
         assert 0.06 <= seconds < 0.2
     assert nothing_is_left()
 
 
-@pytest.mark.parametrize(("delay", "loss"), [("40", "0%"), ("-1ms", "0%"), ("0ms", "100%"), ("0ms", "0.1")])
-def test_a_delay_and_a_loss_are_what_they_should_be(delay, loss):
-    with pytest.raises(NetlabError, match=r"a (delay|loss) is a number"), lab(2, delay=delay, loss=loss):
+@pytest.mark.parametrize("delay", ["40", "-1ms"])
+def test_a_delay_is_what_it_should_be(delay):
+    with pytest.raises(NetlabError, match="a delay is a number"), lab(2, delay=delay):
         pass

@@ -101,6 +101,33 @@ def test_the_last_line_is_there_where_a_process_is_killed_after_its_group(tmp_pa
     assert code == 0 and len(re.findall(r"dgc_horovod: dgc, density \S+: 11 steps; ", output)) == 1, output
 
 
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+net = torch.nn.Linear(64, 64)
+model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1, 0.9))
+for step in range(12):
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.randn(8, 64)).square().mean())
+    optimizer.step()
+print(f"weights {net.weight.sum().item()!r}", flush=True)
+"""
+
+
+def test_a_loop_of_accelerate(tmp_path):
+    pytest.importorskip("accelerate")
+    script = tmp_path / "train.py"
+    script.write_text(ACCELERATE)
+    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"}
+    code, output = run([*torchrun(2), str(script)], 100, environment)
+    (less,) = re.findall(r"dgc_horovod: dgc, density 0.02: 11 steps; .*? ([\d.]+)x less than fp32", output)
+    weights = re.findall(r"weights (\S+)", output)
+    assert code == 0 and len(weights) == 2 and len(set(weights)) == 1 and float(less) > 10, output
+
+
 def test_dgcrun_before_torchrun(tmp_path):
     """Flags, checks before the start, the report, the exit code: as for Horovod; without an entry point."""
     page = tmp_path / "page.html"

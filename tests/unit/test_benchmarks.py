@@ -9,7 +9,6 @@ from benchmarks.exchange import against, tables
 from benchmarks.exchange.__main__ import Cell
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels import speed
-from benchmarks.planning import scaling
 from benchmarks.report import OtherMachine, check_machine
 from benchmarks.shapes import SHAPES, Gradients, numel
 
@@ -61,16 +60,6 @@ def test_times_are_compared_with_dense_of_the_same_rate():
     assert lines[3] == "| dgc | 1,000 kB | 25.0 (40×) | 20.0 (15×) |"
 
 
-def test_the_model_of_scaling_continues_what_was_measured():
-    ring = {n: 2 * (n - 1) / n * 4 * 25_557_032 * 8 / 1e9 * 1e3 / 0.94 for n in (2, 4, 8)}  # 0.94 of the link
-    rows = [row("dense", n, ms) for n, ms in ring.items()] + [row("dgc", 2, 25.0)]
-    dense, dgc = (scaling.modelled(rows, method, 0.001) for method in ("dense", "dgc"))
-    assert list(dense) == list(dgc) == list(scaling.MODELLED)
-    assert ring[8] < dense[16] < dense[64] < 8 / 7 * ring[8]  # a ring's volume hardly grows any more
-    assert 25.0 < dgc[16] < dgc[32] < dgc[64] < dense[64]  # gathered packets do
-    assert scaling.efficiency(200.0, 200.0) == 0.5
-
-
 def test_ratios_are_medians_of_each_launchs_own():
     """Not of the medians of all: launches differ by more than what is compared."""
     flat, other = (
@@ -87,12 +76,6 @@ def test_ratios_are_medians_of_each_launchs_own():
     cells = against.table({"resnet50": {"rows": rows}}).splitlines()[-1].split(" | ")
     assert cells[1] == "20.0 → 20.0, 1.00× (1.00–1.00)"
     assert cells[5:] == ["1.00× (1.00–2.00)", "5.00× (2.50–10.00) |"]
-
-
-def test_losses_are_named():
-    rows = [row("dense", 2, 10.0), row("fp16", 2, 8.0), row("dgc", 2, 9.0)]
-    assert page.losses(rows) == "ResNet-50, N = 2, 1 Gbps (9.0 ms, fp16 8.0 ms)."
-    assert page.losses([row("dense", 2, 10.0), row("dgc", 2, 9.0)]) == "None of the 1 that were measured."
 
 
 def test_pages_show_what_was_measured():

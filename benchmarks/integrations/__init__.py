@@ -1,1 +1,0 @@
-"""Other libraries' training loops, with and without compression: exact, equal replicas, bytes, learning, resuming."""
