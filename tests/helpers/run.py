@@ -19,7 +19,7 @@ UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
 BATCH, INPUTS = 16, 32
 Array = TypeVar("Array")
 # Learning rates, where a test names none.
-RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003, "Dividing": 0.05}
+RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003, "Adagrad": 0.01, "Dividing": 0.05}
 ALONE = "alone"  # in the place of a compression: the optimizer as it is, which no other rank meets
 
 # Of runs that stop in the middle and go on from what was saved.

@@ -43,7 +43,7 @@ def _start(adapter: Any, what: str, last: bool) -> Any:
         "optimizer": (presets.topk(0.01), presets.topk(0.01)),
     }[what]
     name = "SGD" if what != "optimizer" else "RMSprop" if last else "Adagrad"
-    return adapter.start(second if last else first, name, lr=0.01)
+    return adapter.start(second if last else first, name)
 
 
 @pytest.mark.parametrize(("adapter", "what"), ROWS)
