@@ -1,4 +1,4 @@
-"""Makes the tables of the README, of pages in docs and of examples/README.md, and a plot, from the files of results."""
+"""Makes the tables of the README, of pages in docs and of examples/README.md, and plots, from the files of results."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def main() -> None:
         write_into_page(file, marker, text)
     shown = [model for model in TITLES if len({row["rate"] for row in where(rows, model=model, workers=2)}) > 1]
     tables.draw_step_times(rows, shown, 2, IMAGES / "step_time.svg")
-    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))}, README's plot")
+    quality.draw_losses(4, IMAGES / "quality_curves.svg")
+    print(f"made anew: {', '.join(dict.fromkeys(str(file.relative_to(ROOT)) for file, _ in made))}, two plots")
 
 
 if __name__ == "__main__":

@@ -188,19 +188,23 @@ def write_into_page(page: Path, marker: str, text: str) -> None:
     page.write_text(made)
 
 
-def save_figure(figure: Any, file: Path) -> None:
-    """Write a plot of matplotlib, small enough for a page; the same figures make the same file.
+@contextmanager
+def plot(titles: Sequence[str], y: str, file: Path) -> Iterator[Sequence[Any]]:
+    """Yield the axes of a plot of matplotlib, a panel a title; then add a legend and write it as an SVG.
 
-    Text stays text (where DejaVu is not installed, the reader's own sans-serif takes its place), and coordinates have
-    two decimals of a point.
-
-    Args:
-        figure: it is closed.
-        file: SVG.
+    The same figures make the same file, small enough for a page: text stays text (where DejaVu is not installed, the
+    reader's own sans-serif takes its place), and coordinates have two decimals of a point.
     """
     import matplotlib.pyplot as plt
 
-    file.parent.mkdir(parents=True, exist_ok=True)
+    size = ((4.2 + 1.8 / len(titles)) * len(titles), 3.8)
+    figure, (line,) = plt.subplots(1, len(titles), figsize=size, layout="constrained", squeeze=False)
+    for axes, title in zip(line, titles, strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3, which="major")
+    yield line
+    line[0].set_ylabel(y)
+    figure.legend(*line[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     written, fonts = io.BytesIO(), ["DejaVu Sans", "Verdana", "Arial"]
     with plt.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none", "font.sans-serif": fonts}):
         figure.savefig(written, format="svg", metadata={"Date": None})

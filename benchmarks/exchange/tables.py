@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, markdown, save_figure, where
+from benchmarks.report import RESULTS, markdown, plot, where
 
 FILE = RESULTS / "exchange.json"
 Row = dict[str, Any]
@@ -135,22 +135,15 @@ def node_table(rows: Sequence[Row]) -> str:
 
 def draw_step_times(rows: Sequence[Row], models: Sequence[str], workers: int, file: Path) -> None:
     """Time of the exchange between so many workers over the link's rate, a panel a model."""
-    import matplotlib.pyplot as plt
-
-    size = ((4.2 + 1.8 / len(models)) * len(models), 3.8)
-    figure, (line,) = plt.subplots(1, len(models), figsize=size, layout="constrained", squeeze=False, sharey=True)
-    for axes, model in zip(line, models, strict=True):
-        mine = where(rows, model=model, workers=workers)
-        rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
-        for method, style in STYLES.items():
-            points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
-            points = [point for point in points if point[1] is not None]
-            if points:
-                axes.semilogy(*zip(*points, strict=True), label=method, **{**style, "markersize": 5})
-        axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
-        axes.set_title(f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters", fontsize=10)
-        axes.grid(alpha=0.3, which="major")
-    line[0].set_ylabel("milliseconds a step")
-    lines = line[-1].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside right upper", frameon=False, fontsize=8)
-    save_figure(figure, file)
+    shown = {model: where(rows, model=model, workers=workers) for model in models}
+    titles = [f"{TITLES[model]}, {mine[0]['parameters'] / 1e6:.1f} M parameters" for model, mine in shown.items()]
+    with plot(titles, "milliseconds a step", file) as panels:
+        for axes, mine in zip(panels, shown.values(), strict=True):
+            rates = [rate for rate in NAMES if any(row["rate"] == rate for row in mine) and rate != "here"]
+            for method, style in STYLES.items():
+                points = [(at, median(mine, method, rate)) for at, rate in enumerate(rates)]
+                points = [point for point in points if point[1] is not None]
+                if points:
+                    axes.semilogy(*zip(*points, strict=True), label=method, **{**style, "markersize": 5})
+            axes.set_xticks(range(len(rates)), [NAMES[rate] for rate in rates])
+            axes.sharey(panels[0])

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.quality import runs, tables
 from benchmarks.quality import variants as all_of
 from benchmarks.quality.runs import ADAM_KEPT, ADAM_SEED, ADAM_WORKERS, FIRST_DENSE, LENGTHS, NODES, WORKERS
@@ -20,7 +22,7 @@ from benchmarks.quality.tables import Outcome, gaps, is_clear, paired
 from benchmarks.quality.tasks import ALL_TASKS, TASKS
 from benchmarks.quality.training import Run
 from benchmarks.quality.variants import ADAM, ADAM_DENSE, AUTOMATIC, AVERAGED, LOCAL_STEPS, UNMASKED, VARIANTS
-from benchmarks.report import markdown, read_results, spread
+from benchmarks.report import markdown, plot, read_results, spread
 
 TASK, LARGER, DENSE, DGC = "transformer", "gpt", "AdamW, dense", "AdamW, dgc"
 NOTHING = f"0 runs are in benchmarks/results/{ADAM_KEPT.name} yet."
@@ -29,6 +31,23 @@ LOSS = "loss minus dense AdamW, nats"
 _GROUPS = [(names, AVERAGED, LOCAL_STEPS) for names in (all_of.LOCAL, all_of.LOCAL_DENSER, all_of.LOCAL_GENTLER)]
 _GROUPS += [(all_of.LATER_LOCAL, all_of.LATER_AVERAGED, (15,))]
 BESIDE = {name: beside for names, *others in _GROUPS for name, *beside in zip(names, *others, strict=False)}
+
+
+def draw_losses(workers: int, file: Path) -> None:
+    """Test loss over the steps of long runs, mean and range of the seeds, a panel a task."""
+    (sgd, adam), colours = _found(), {"dense": "#444444", "dgc": "#0072b2", "topk (TopK-SGD)": "#d55e00"}
+    shown = [(sgd, "images", "", max(LENGTHS)), (sgd, "lstm", "", max(LENGTHS)), (adam, TASK, "AdamW, ", LENGTHS[1])]
+    titles = [f"{ALL_TASKS[task].title}, {optimizer or 'SGD, '}N = {workers}" for _, task, optimizer, _ in shown]
+    with plot(titles, "test loss, nats", file) as panels:
+        for axes, (found, task, optimizer, length) in zip(panels, shown, strict=True):
+            for name, colour in reversed(colours.items()):
+                run = Run(task, f"{optimizer}{name}", workers, length=length)
+                if curves := [each.curve for each in _of_study(found) if replace(each.run, seed=run.seed) == run]:
+                    steps, losses = np.array(curves)[0, :, 0], np.array(curves)[:, :, 1]
+                    axes.plot(steps, losses.mean(0), color=colour, label=name)
+                    axes.fill_between(steps, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
+                    axes.set_ylim(losses.min() - 0.05, losses.min() + 0.8)
+            axes.set_xlabel("steps")
 
 
 def _of_study(found: Sequence[Outcome]) -> list[Outcome]:
