@@ -352,9 +352,9 @@ def vectors(kept: Mapping[str, Any]) -> str:
     lines = []
     for row in kept[selection.VECTORS]["rows"]:
         below = 1 - row["k"] / row["numel"]
-        left = (row["exact"], below**2, row["gaussian"], row["sampled"], row["random"], below)
+        left = (row["exact"], below**2, row["gaussian"], row["sampled"], below)
         lines.append([f"{row['k']:,}", *(f"{value:.5f}" for value in left)])
-    return markdown(["k of 100,000", "top-k", "(1 - k/d)²", "gaussian", "sampled", "random", "1 - k/d"], lines)
+    return markdown(["k of 100,000", "top-k", "(1 - k/d)²", "gaussian", "sampled", "1 - k/d"], lines)
 
 
 def gradients(kept: Mapping[str, Any]) -> str:

@@ -158,7 +158,7 @@ def remainders(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Remainder of each rule on Gaussian vectors, beside the bounds."""
     figure, panels = make_panels(1, width=5.4)
     axes, share = panels[0][0], np.array([row["k"] / row["numel"] for row in rows])
-    for rule, colour in (("exact", "#0072b2"), ("gaussian", "#009e73"), ("random", "#d55e00")):
+    for rule, colour in (("exact", "#0072b2"), ("gaussian", "#009e73")):
         name = "top-k" if rule == "exact" else rule
         ring = {"markersize": 7, "markerfacecolor": "none"} if rule == "gaussian" else {"markersize": 4}
         axes.plot(share, [row[rule] for row in rows], "o", color=colour, label=name, **ring)

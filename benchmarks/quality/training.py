@@ -13,7 +13,7 @@ from torch import Generator
 from benchmarks.quality.simulation import CompressedRanks, DenseRanks, LocalRanks, LossOf
 from benchmarks.quality.tasks import ALL_TASKS, WORKERS, Task
 from benchmarks.quality.variants import AFTERWARDS, VARIANTS, Variant
-from dgc_horovod.core.bucketing import ranges
+from dgc_horovod.core.bucketing import count_for
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.schedule import density_at
 
@@ -88,7 +88,7 @@ class Counts:
         """A step is done."""
         if self._exchange is not None:
             counts, config = self._exchange.counts, self._exchange.config
-            k = self._k(density_at(config.final_density, config.warmup, counts.steps - 1))
+            k = self._k(density_at(config.density, config.warmup, counts.steps - 1))
             self._since.append((counts.selected - self._before) / k)
             self._before = counts.selected
 
@@ -113,8 +113,7 @@ class Counts:
         if density not in self._k_at:
             assert self._exchange is not None
             buckets = [engine.bucket for engine in self._exchange.engines if not engine.bucket.uncompressed]
-            runs = [run for bucket in buckets for run in ranges(bucket, self._exchange.config.scope, density)]
-            self._k_at[density] = sum(run.k for run in runs)
+            self._k_at[density] = sum(count_for(bucket.numel, density) for bucket in buckets)
         return self._k_at[density]
 
 

@@ -76,7 +76,7 @@ def test_at_density_1_it_is_one_process_on_all_data():
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     same = test_state.test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit
-    same(Adapter("Keras"), "clipped, per tensor", "AdamW", 24, tmp_path)
+    same(Adapter("Keras"), "clipped", "AdamW", 24, tmp_path)
 
 
 def test_a_node_that_has_ended_does_not_end_the_last_step_of_another():

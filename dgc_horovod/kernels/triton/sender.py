@@ -138,13 +138,14 @@ class TritonGradients(ListedGradients):
             **EXACT,
         )  # fmt: skip
 
-    def result(self, report: np.ndarray) -> AccumulateResult:
+    def result(self, report: np.ndarray, sums: tuple[float, float] | None = None) -> AccumulateResult:
         """Return the result of the pass from its report; candidates, fetched here, only if all numbers are finite."""
         flags, count, candidates = int(report[FLAGS.value]), int(report[NOTED.value]), None
         if not flags and count <= self.max_candidates:
             positions, order = torch.sort(self.positions[:count])
             candidates = Elements(positions.cpu().numpy(), self.values[:count][order].cpu().numpy())
-        return AccumulateResult(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, count, candidates)
+        bad_gradient, bad_residual = flags & BAD_GRADIENT.value, flags & BAD_RESIDUAL.value
+        return AccumulateResult(not bad_gradient, not bad_residual, count, candidates, sums)
 
 
 _WORD = 4  # bytes
