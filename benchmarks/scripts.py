@@ -184,7 +184,7 @@ _SAME_BITS = "the replicas of every run have the same bits"
 STUDIES = {
     "examples": _of_settings(
         "examples/README.md", _DEFAULT,
-        _examples({name: name for name in ("none", "fp16", "dgc", "topk", "gaussian", "random")}),
+        _examples({name: name for name in ("none", "fp16", "dgc", "topk", "gaussian")}),
     ),
     "keras": _of_settings(
         "examples/README.md", _DEFAULT,
@@ -193,12 +193,6 @@ STUDIES = {
             **{f"own loop, {x}": _example("keras_loop", x) for x in ("none", "dgc")},
             "own loop, topk by the tape": _example("keras_loop", "topk --tape"),
         },
-    ),
-    "scope": _of_settings(
-        "docs/decisions/core.md", "The examples on 2 ranks, their default settings",
-        _examples({
-            "dense": "none", "largest of the bucket": "dgc", "largest of each tensor": "dgc --scope tensor",
-        }),
     ),
     "values": _of_settings(
         "docs/decisions/wire.md", "The examples on 2 ranks, compression dgc, their default settings",

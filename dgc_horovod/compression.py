@@ -29,8 +29,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sampled": {"rule": "sampled", **_TOPK},
     "gaussian": {"rule": "gaussian", **_TOPK},
     "local": _LOCAL,
-    "random": {"rule": "random", **_TOPK},
-    "threshold": {"rule": "threshold", **_TOPK},
 }
 
 
@@ -150,26 +148,6 @@ class Presets:
         if steps is None or "local_steps" in fields:
             raise ConfigError(f"Compression.local takes steps, a whole number of 1 or more; got {steps!r}, {fields!r}")
         return cls._preset("local", local_steps=steps, density=density, **fields)
-
-    @classmethod
-    def random(cls, density: float = DGCConfig.density, **fields: object) -> Any:
-        """Random-k with error feedback: the baseline, much worse than top-k at the same density.
-
-        Args:
-            density, fields: see `dgc`; ``seed`` seeds the draw, which differs between ranks and steps.
-        """
-        return cls._preset("random", density=density, **fields)
-
-    @classmethod
-    def threshold(cls, value: float, *, max_density: float = DGCConfig.max_density, **fields: object) -> Any:
-        """Fixed threshold with error feedback: every element of magnitude `value` or more.
-
-        Args:
-            value: smallest magnitude that is sent, in the residual's unit, > 0 and within float32's normal range.
-            max_density: largest fraction of a bucket that is sent, in (0, 1]; it fixes the size of packets.
-            fields: any other field of DGCConfig but ``density`` and ``warmup``.
-        """
-        return cls._preset("threshold", threshold=value, max_density=max_density, **fields)
 
     @classmethod
     def _preset(cls, name: str, **fields: object) -> Any:

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from dgc_horovod import settings
 from dgc_horovod.errors import ConfigError, UnsupportedUse, unknown
 from dgc_horovod.schedule import WarmupSchedule
@@ -22,18 +20,13 @@ class Rule:
     """A selection rule (its function is in ``core/selection.py``) and its needs of the pass over the bucket.
 
     Args:
-        wants_candidates: whether it sends the largest elements of a range, which the pass then collects.
         needs_sums: whether it looks at mean and deviation.
         on_device: whether the kernels of a device can make the whole selection.
-        sets_density: whether its density is that of the config, which a warm-up changes; else ``max_density``, and it
-            needs a ``threshold``.
         min_fraction: fraction of k that it sends at least, where so many elements are not zero, in [0, 1].
     """
 
-    wants_candidates: bool = True
     needs_sums: bool = False
     on_device: bool = False
-    sets_density: bool = True
     min_fraction: float = 1.0
 
 
@@ -41,21 +34,12 @@ RULES: dict[str, Rule] = {
     "exact": Rule(on_device=True),
     "sampled": Rule(min_fraction=0.8),
     "gaussian": Rule(needs_sums=True, min_fraction=0.8),
-    "random": Rule(wants_candidates=False),
-    "threshold": Rule(sets_density=False, min_fraction=0.0),
 }
-
-
-SCOPES = ("bucket", "tensor")
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
 ON_MISMATCH = ("stop", "broadcast")
 ON_NONFINITE = ("skip", "stop")
-_FLOAT32 = np.finfo(np.float32)
-_MAGNITUDE = settings.in_range(
-    "a positive number in the normal range of float32", lambda value: bool(_FLOAT32.tiny <= value <= _FLOAT32.max)
-)
 _MOMENTUM = settings.in_range("in [0, 1)", lambda value: 0 <= value < 1)
 _A_WARMUP = settings.Kind(
     "", "", str, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000),",
@@ -70,8 +54,7 @@ class DGCConfig:
     Args:
         density: fraction of elements sent each step, in (0, 1]; a lower one sends less, and elements wait longer.
         rule: selection rule: exact (top-k), sampled (threshold from a 1% sample), gaussian (threshold
-            from mean and deviation), random, threshold (everything at or above a fixed magnitude).
-        scope: elements ranked together: "bucket": all of a bucket; "tensor": those of each tensor, as in the papers.
+            from mean and deviation).
         momentum_correction: whether momentum is accumulated locally, before selection (DGC section 3.1). With Adam and
             AdamW, whether gradients are divided by the second moment there; other optimizers have no such form.
         factor_masking: whether momentum is cleared where an element was sent (DGC section 3.2). Meant for densities of
@@ -102,8 +85,6 @@ class DGCConfig:
         outer_momentum: with local steps, Nesterov momentum of the mean change, in [0, 1).
         offload: PyTorch, with local steps: whether the residual, the weights of the last exchange and the outer
             momentum are in host memory, and changes are compressed there, if the model is on a GPU.
-        threshold: smallest magnitude that rule "threshold" sends, > 0 and within float32's normal range; else None.
-        max_density: largest fraction of a bucket that rule "threshold" sends, in (0, 1]; it fixes the packet's size.
         min_numel: number of elements below which a tensor is exchanged densely, >= 1.
         compress_1d: whether 1-D tensors (bias, norm) are compressed too; they are few and sensitive.
         bucket_bytes: most gradient bytes (fp32) that share one message, >= 1; fewer start earlier, in more messages.
@@ -121,18 +102,11 @@ class DGCConfig:
     # what is sent
     density: float = setting(0.001, "fraction of elements sent, in (0, 1]", FRACTION, WHAT, flag="--density")
     rule: str = setting("exact", "selection rule", choice(RULES), WHAT, by_method=True)
-    scope: str = setting("bucket", "the largest of each bucket, or of each tensor", choice(SCOPES), WHAT)
     momentum_correction: bool = setting(True, "momentum goes before selection (DGC 3.1)", SWITCH, WHAT, by_method=True)
     factor_masking: bool = setting(
         True, "momentum is cleared where an element was sent (DGC 3.2)", SWITCH, WHAT, by_method=True
     )
     clip_norm: float | None = setting(None, "L2 norm to clip the averaged gradient at, > 0", POSITIVE, WHAT)
-    threshold: float | None = setting(
-        None, "least magnitude sent, for method threshold, > 0", _MAGNITUDE, WHAT, method="threshold"
-    )
-    max_density: float = setting(
-        0.01, "most that method threshold may send, in (0, 1]", FRACTION, WHAT, method="threshold"
-    )
     # over the run
     automatic: bool = setting(False, "", SWITCH, strategy=AUTO)
     total_steps: int | None = setting(
@@ -172,30 +146,16 @@ class DGCConfig:
 
     def __post_init__(self) -> None:
         settings.normalise(self)
-        rule, local = RULES[self.rule], self.local_steps is not None
-        if rule.sets_density != (self.threshold is None):
-            raise ConfigError(
-                f"rule={self.rule!r} with threshold={self.threshold}: a threshold goes with rule='threshold' and "
-                "only with it; e.g. Compression.threshold(0.01, max_density=0.02), or --compression threshold "
-                "--dgc-threshold 0.01"
-            )
-        if self.automatic and not rule.sets_density:
-            raise ConfigError(
-                f"automatic goes with a rule whose density is set: use Compression.auto(...); got rule={self.rule!r}"
-            )
+        local = self.local_steps is not None
         if self.automatic and self.warmup is not None:
             raise ConfigError(
                 "warmup goes with an exchange that is compressed from the beginning, and automatic begins with stock "
                 "Horovod's; drop one of them"
             )
-        if self.warmup is not None and not rule.sets_density:
-            raise ConfigError(
-                f"warmup has no meaning with rule={self.rule!r}, whose density is not set; drop one of them"
-            )
         for row in (row for row in settings.rows_of(self) if getattr(self, row.field) != row.default):
             if row.strategy not in ("", self.strategy):
                 raise ConfigError(f"{row.field}={getattr(self, row.field)} does not go with {self.strategy}: drop one")
-            if row.method not in ("", "threshold", self.strategy):
+            if row.method not in ("", self.strategy):
                 raise ConfigError(f"{row.field} goes with Compression.{row.method}(...), or --compression {row.method}")
         if local and (self.momentum_correction or self.clip_norm is not None or self.may_use_nodes):
             raise ConfigError(
@@ -209,14 +169,9 @@ class DGCConfig:
         return next((row.strategy for row in settings.rows_of(self) if row.strategy and getattr(self, row.field)), "")
 
     @property
-    def final_density(self) -> float:
-        """Density after the warm-up, which also fixes the packet's capacity."""
-        return self.density if RULES[self.rule].sets_density else self.max_density
-
-    @property
     def sends_all(self) -> bool:
         """Whether every element is sent at every step."""
-        return self.density == 1.0 and RULES[self.rule].sets_density and self.warmup is None
+        return self.density == 1.0 and self.warmup is None
 
     @property
     def exchanges_weights(self) -> bool:
@@ -233,7 +188,7 @@ class DGCConfig:
         """Whether every element is sent at the first step, whatever the budget."""
         first = self.warmup.first_density if self.warmup is not None else 0
         whole = self.density == 1 and self.max_bytes_per_step is None
-        return RULES[self.rule].sets_density and (first == 1 or whole or self.automatic)
+        return first == 1 or whole or self.automatic
 
     @property
     def shards(self) -> bool:

@@ -223,7 +223,7 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
     compressed = f"{len(numel) - len(whole)} tensors compressed in {len(sparse)} bucket{'s' * (len(sparse) != 1)}"
     share = 100 * sum(numel[name] for name in whole) / max(1, sum(numel.values()))
     text = (
-        f"{trial}{config.rule}, density {config.final_density:g}: {compressed}, values {config.values}; "
+        f"{trial}{config.rule}, density {config.density:g}: {compressed}, values {config.values}; "
         f"{len(whole)} small ones with {share:.3g}% of all elements are sent dense, values "
         f"{dense_values(config, place.nodes)}{_who(exchange)}"
     )
@@ -297,7 +297,7 @@ def tell_too_short(total_steps: int, density: float, stock: str) -> None:
 
 def _who(exchange: OptimizerExchange) -> str:
     """Describe which workers exchange packets; "" if every worker does so with every other."""
-    place, density = exchange.topology, exchange.config.final_density
+    place, density = exchange.topology, exchange.config.density
     owned = any(engine.spec(density).exchange.keeps_remainder for engine in exchange.engines)
     nodes = f"; {place.nodes} nodes of {place.node_size}" if place.node_size > 1 else ""
     if owned:
@@ -308,7 +308,7 @@ def _who(exchange: OptimizerExchange) -> str:
 
 
 def _tell_budget(exchange: OptimizerExchange, budget: int) -> None:
-    density, found = exchange.config.final_density, card_bytes(exchange.specs, exchange.config, exchange.topology)
+    density, found = exchange.config.density, card_bytes(exchange.specs, exchange.config, exchange.topology)
     if found <= budget:
         sizes = map(size, (found, budget))
         _log.info("dgc_horovod: a network card receives %s a step, budget %s, at density %g", *sizes, density)

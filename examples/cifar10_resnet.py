@@ -4,8 +4,8 @@
 
 The data are the "CIFAR-10 python version", unpacked (https://www.cs.toronto.edu/~kriz/cifar.html). Four ranks with 32
 images each make the paper's batch of 128. The paper reports 93.75% without compression and 93.87% with it at depth 110.
-Selection per bucket and bfloat16 values are ours; with --scope tensor --values fp32 --dense-values fp32 they are the
-paper's. He et al. subtract the mean of each pixel; here it is that of each channel.
+Selection per bucket and bfloat16 values are ours; with --values fp32 --dense-values fp32 the values are the paper's.
+He et al. subtract the mean of each pixel; here it is that of each channel.
 """
 
 from __future__ import annotations

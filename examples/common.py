@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dgc_horovod.config import DENSE_VALUES, SCOPES
+from dgc_horovod.config import DENSE_VALUES
 from dgc_horovod.wire.codecs import VALUE_CODECS
 
 UNCOMPRESSED = ("none", "fp16")  # Horovod's own; the other choices keep a residual and take a density
-CHOICES = (*UNCOMPRESSED, "dgc", "topk", "gaussian", "random")
+CHOICES = (*UNCOMPRESSED, "dgc", "topk", "gaussian")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -61,7 +61,6 @@ def arguments(description: str, lr_falls: str = "to 0 along a cosine", **default
     parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
     add = parser.add_argument
     add("--compression", choices=CHOICES, default="dgc", help="what is sent each step")
-    add("--scope", choices=SCOPES, default="bucket", help="what the elements are selected from together")
     add("--values", choices=list(VALUE_CODECS), default="bf16", help="number format of the elements sent")
     add("--dense-values", choices=DENSE_VALUES, default="auto", help="and of the small tensors that are not compressed")
     add("--density", type=fraction, metavar="D", help="fraction of elements sent, in (0, 1]")
@@ -80,7 +79,7 @@ def arguments(description: str, lr_falls: str = "to 0 along a cosine", **default
 
 def fields(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of the compression that every example lets be chosen."""
-    return {name: getattr(args, name) for name in ("density", "scope", "values", "dense_values")}
+    return {name: getattr(args, name) for name in ("density", "values", "dense_values")}
 
 
 def learning_rate(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[int], float]:

@@ -4,8 +4,7 @@
 
 The data are ptb.train.txt, ptb.valid.txt and ptb.test.txt, a sentence a line (Mikolov's preparation). Four ranks with
 5 sequences each make a batch of 20. The paper reports a test perplexity of 72.30 without compression, 72.24 with it.
-Selection per bucket and bfloat16 values are ours; with --scope tensor --values fp32 --dense-values fp32 they are the
-paper's.
+Selection per bucket and bfloat16 values are ours; with --values fp32 --dense-values fp32 the values are the paper's.
 """
 
 from __future__ import annotations

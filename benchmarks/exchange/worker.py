@@ -184,7 +184,7 @@ def _check_sent(method: methods.OwnMethod) -> str:
     exchange = session(method.optimizer).exchange
     gradients = {name: p.grad for p, name in exchange.names.items()}
     sparse = [engine.bucket for engine in exchange.engines if not engine.bucket.uncompressed]
-    k = sum(math.ceil(exchange.config.final_density * bucket.numel) for bucket in sparse)
+    k = sum(math.ceil(exchange.config.density * bucket.numel) for bucket in sparse)
     count = sum(int(gradients[segment.name].count_nonzero()) for bucket in sparse for segment in bucket.segments)
     assert k <= count <= exchange.collectives.workers * k, f"{count} elements came back, k is {k}"
     return f"{count} elements came back, k is {k}"
@@ -207,7 +207,7 @@ class _Residual:
         buckets = session(method.optimizer).exchange
         self._engine: BucketEngine = next(engine for engine in buckets.engines if not engine.bucket.uncompressed)
         self._exact = buckets.config.rule == "exact"
-        self._k = max(1, int(np.ceil(buckets.config.final_density * self._engine.bucket.numel)))
+        self._k = max(1, int(np.ceil(buckets.config.density * self._engine.bucket.numel)))
         places = {name: i for i, name in enumerate(method.model.names)}
         self._numbers = [places[segment.name] for segment in self._engine.bucket.segments]
         g = np.concatenate([gradients.one(i, rank, step).view(-1).numpy() for i in self._numbers])

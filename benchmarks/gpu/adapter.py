@@ -25,7 +25,7 @@ def _compressions() -> dict[str, Any]:
     density = {"density": 0.05, "min_numel": 16}
     return {
         "dgc": dgc.Compression.dgc(**density),
-        "clipped, per tensor, 4bit": dgc.Compression.dgc(**density, clip_norm=0.5, scope="tensor", values="4bit"),
+        "clipped, 4bit": dgc.Compression.dgc(**density, clip_norm=0.5, values="4bit"),
         "gaussian": dgc.Compression.gaussian(**density),
         "local steps": dgc.Compression.local(steps=2, **density),
         "local steps, offload": dgc.Compression.local(steps=2, **density, offload=True),

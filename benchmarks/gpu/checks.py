@@ -210,13 +210,11 @@ def _verdict(engine: BucketEngine, packet: np.ndarray) -> bytes | str:
     return elements.positions.tobytes() + elements.values.tobytes()
 
 
-_OF_RULE: dict[str, dict[str, Any]] = {name: {"density": 0.03} for name in RULES}
-_OF_RULE["threshold"] = {"threshold": 3.0, "max_density": 0.05}
 CHECKS: dict[str, Check] = {
     **{f"values {name}": _check(values=name) for name in VALUE_CODECS},
     **{f"feed {name}": _check(name) for name in FEEDS if name != "momentum"},  # what the others have
     **{f"data {name}": _check(data=name) for name in DATA if name != "laplace"},
-    **{f"rule {name}, per tensor": _check(rule=name, scope="tensor", **how) for name, how in _OF_RULE.items()},
+    **{f"rule {name}": _check(rule=name, density=0.03) for name in RULES},
     "densities": densities,
     "denormals": denormals,
     "off the grid": off_the_grid,

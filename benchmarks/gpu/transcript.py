@@ -95,7 +95,7 @@ def transcript(
             at = step % bucket.numel
             g[at] = np.nan if (step, rank) == (size.steps - 2, 1) else g[at]
             feed(engine, g, feeds, step, shift)
-            message = engine.compress(0.5, step, config.final_density)
+            message = engine.compress(0.5, step, config.density)
             messages.append(replace(message, payload=message.payload.copy()))
         buffers: list[Any] = [message.payload for message in messages]
         for collective in engines[0].exchange.rounds:

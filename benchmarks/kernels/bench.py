@@ -114,7 +114,7 @@ class Model:
                     self.adam.step = self.step
                     self.adam.measure(segment.name, gradient, how)
                 engine.add_gradient(i, gradient, how)
-            engine.begin_compress(1.0, self.step, self.config.final_density)
+            engine.begin_compress(1.0, self.step, self.config.density)
         self.launching, self.waiting, messages = time.perf_counter() - begin, 0.0, []
         for engine in self.engines:
             begin = time.perf_counter()

@@ -27,7 +27,6 @@ BEHIND = [
     Run("lstm", "DGC without clipping", 4),
     Run("lstm", "+ momentum correction", 4),
     Run("transformer", "DGC without masking", 4),
-    Run("images", "dgc, rule=random", 4),
 ]
 KEPT = RESULTS / "quality-health.json"
 _EVERY = 5  # steps
@@ -47,9 +46,9 @@ def looked_at(run: Run) -> dict[str, Any]:
     def watch(ranks: Any, step: int, loss: float) -> None:
         exchange = ranks.exchange
         counts, config = exchange.counts, exchange.config
-        density = density_at(config.final_density, config.warmup, step - 1)
+        density = density_at(config.density, config.warmup, step - 1)
         exchange.meters.diagnostics.next_look = 0.0 if step % _EVERY == 0 else np.inf
-        if counts.figures.get("residual_ratio") and density == config.final_density:
+        if counts.figures.get("residual_ratio") and density == config.density:
             rows.append([figure(counts.figures, density) for figure in _FIGURES.values()])
         counts.figures = {}
 

@@ -160,7 +160,8 @@ def _dgc(**fields: Any) -> dict[str, Any]:
     return {**PRESETS["dgc"], **fields}
 
 
-_PAPER = {"scope": "tensor", "values": "fp32", "dense_values": "fp32"}  # the papers' form of everything else
+# The papers' form of everything else: each tensor, a bucket of its own, has its own largest elements
+_PAPER = {"bucket_bytes": 1, "values": "fp32", "dense_values": "fp32"}
 _NAIVE = {**PRESETS["topk"], **_PAPER}
 _UNMASKED = _dgc(**_PAPER, factor_masking=False)
 
@@ -182,10 +183,8 @@ WITHOUT = {
 # The product's defaults, and what they could be instead
 CHOICES = {
     "dgc": Variant(_dgc()),
-    "dgc, scope=tensor": Variant(_dgc(scope="tensor")),
     "dgc, rule=gaussian": Variant(_dgc(rule="gaussian")),
     "dgc, rule=sampled": Variant(_dgc(rule="sampled")),
-    "dgc, rule=random": Variant(_dgc(rule="random")),
     "gaussian (GaussianK-SGD)": Variant(PRESETS["gaussian"], clips=AFTERWARDS, warmup=0),
     "topk (TopK-SGD)": Variant(PRESETS["topk"], clips=AFTERWARDS, warmup=0),
     "dgc, values=fp32": Variant(_dgc(values="fp32")),
@@ -309,7 +308,6 @@ UNMASKED = {f"auto, {steps:,} steps, factor_masking=False": _automatic(steps, fa
             for steps in RUN_LENGTHS[:2]}  # fmt: skip
 # What brings the LSTM at the papers' density closer to dense training; the last ones at half the learning rate
 LOWEST = {
-    "dgc, density 0.1%, scope=tensor": Variant(_dgc(density=0.001, scope="tensor")),
     "dgc, density 0.1%, factor_masking=False": Variant(_dgc(density=0.001, factor_masking=False)),
     "dgc, density 0.1%, warm-up ×10": Variant(_dgc(density=0.001), warmup=10.0),
     "dgc, density 0.3%, values=2bit": Variant(_dgc(density=0.003, values="2bit")),

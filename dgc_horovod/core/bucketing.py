@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.wire.bucket import Bucket, Segment, SelectionRange
+from dgc_horovod.wire.bucket import Bucket, Segment
 
 _MOST_ELEMENTS = 2**31
 WHOLE_BUCKET_VALUES = ("bf16", "8bit")
@@ -107,10 +107,3 @@ def _bucket(index: int, specs: Sequence[TensorSpec]) -> Bucket:
 def count_for(numel: int, density: float) -> int:
     """``k = max(1, ceil(density * numel))``, with the exact decimal value of the density as written."""
     return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
-
-
-def ranges(bucket: Bucket, scope: str, density: float) -> tuple[SelectionRange, ...]:
-    """Return the ranges that elements are selected from: the whole bucket, or each of its tensors."""
-    if scope == "bucket" or bucket.uncompressed:
-        return (SelectionRange(0, bucket.numel, count_for(bucket.numel, density)),)
-    return tuple(SelectionRange(s.start, s.numel, count_for(s.numel, density)) for s in bucket.segments)

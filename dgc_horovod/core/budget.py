@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import ROUND_DOWN, Decimal
 
-from dgc_horovod.config import AUTO, HIERARCHICAL, RULES, SHARDED, DGCConfig
+from dgc_horovod.config import AUTO, HIERARCHICAL, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, dense_values, plan
 from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
@@ -39,7 +39,7 @@ def rounds_of(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology
         specs, config, topology: see `card_bytes`.
     """
     layout = plan(specs, config, topology.nodes)
-    rounds = [message_spec(bucket, config, config.final_density, topology).rounds for bucket in layout.buckets]
+    rounds = [message_spec(bucket, config, config.density, topology).rounds for bucket in layout.buckets]
     small = set(layout.dense)
     numel = sum(spec.numel for spec in specs if spec.name in small)
     dtype = "float16" if dense_values(config, topology.nodes) == "fp16" else "float32"
@@ -81,7 +81,7 @@ def loss_by_nodes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topo
     if inside <= speed * (flat - nodes):
         return ""
     return (
-        f"at density {config.final_density:g} it would save {(flat - nodes) / 1e6:.3g} MB a step on a network card, "
+        f"at density {config.density:g} it would save {(flat - nodes) / 1e6:.3g} MB a step on a network card, "
         f"and move {inside / 1e6:.3g} MB to each worker inside its node"
     )
 
@@ -95,7 +95,7 @@ def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topo
     Args:
         specs, config, topology: see `card_bytes`.
     """
-    budget, asked = config.max_bytes_per_step, config.final_density
+    budget, asked = config.max_bytes_per_step, config.density
     if budget is None or topology.workers == 1 or card_bytes(specs, config, topology) <= budget:
         return config
     if config.exchange == AUTO and topology.nodes >= OWNERS_FROM:
@@ -105,17 +105,12 @@ def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topo
     low, high = min(asked, LEAST_DENSITY), asked
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        fits = card_bytes(specs, _at(config, middle), topology) <= budget
+        fits = card_bytes(specs, config.replace(density=middle), topology) <= budget
         low, high = (middle, high) if fits else (low, middle)
-    return _at(config, max(_rounded_down(low), min(asked, LEAST_DENSITY)))
+    return config.replace(density=max(_rounded_down(low), min(asked, LEAST_DENSITY)))
 
 
 def _rounded_down(density: float) -> float:
     """Round `density` down to a few decimal digits."""
     exact = Decimal(repr(density))
     return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - _DIGITS + 1), ROUND_DOWN))
-
-
-def _at(config: DGCConfig, density: float) -> DGCConfig:
-    name = "density" if RULES[config.rule].sets_density else "max_density"
-    return config.replace(**{name: density})

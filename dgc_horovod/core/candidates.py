@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Array, Elements, Kernels
 from dgc_horovod.kernels.reference import summed_numel
 
-_WORTHWHILE = 1 / 8  # share of a range: if more is sent, candidates save nothing
+_WORTHWHILE = 1 / 8  # share of a bucket: if more is sent, candidates save nothing
 _AIM, _MOST_AIM = 1.35, 3.0  # candidates per selected element
 _TINY = float(np.finfo(np.float32).tiny)
 _MOST_GROWTH = 1.1
@@ -18,7 +17,7 @@ _FIRST_STEEPNESS, _LEAST_STEEPNESS, _MOST_STEEPNESS = 8.0, 1.0, 60.0
 
 
 class ThresholdPredictor:
-    """Predicts, for each range, a magnitude that somewhat more than k elements reach at the next step.
+    """Predicts a magnitude that somewhat more than k elements reach at the next step.
 
     The smallest sent magnitude changes slowly, and mostly in one direction, since unsent elements stay in the residual.
     Near it the count falls as a power of the threshold. The exponent is learnt; it gives the threshold for a third more
@@ -26,76 +25,63 @@ class ThresholdPredictor:
     that is too low a longer list; the selection does not depend on it.
 
     Args:
-        numels, ks: number of elements of each range, and largest number selected from it, both >= 1.
-        threshold: magnitude of rule "threshold", > 0, below which nothing is sent; None for other rules.
+        numel, k: number of elements, and largest number selected from them, both >= 1.
+
+    Attributes:
+        max_candidates: largest number of candidates wanted; 0 if they save nothing.
+        threshold: the prediction; infinity: none.
+        min_magnitude: the smallest magnitude selected at the last step; 0 if it is not known.
     """
 
-    def __init__(self, numels: Sequence[int], ks: Sequence[int], threshold: float | None = None) -> None:
-        self._ks, self._threshold = list(ks), threshold
-        self._useful = [k < _WORTHWHILE * n for n, k in zip(numels, ks, strict=True)]
-        self.max_candidates = sum(
-            min(n, 4 * k + 4096) for n, k, useful in zip(numels, ks, self._useful, strict=True) if useful
-        )
+    def __init__(self, numel: int, k: int) -> None:
+        self._k = k
+        self.max_candidates = min(numel, 4 * k + 4096) if k < _WORTHWHILE * numel else 0
         self.forget()
 
     def forget(self) -> None:
         """Start again, after the residual was emptied."""
-        ranges = len(self._ks)
-        self._steepness, self._aim, self._trend = [_FIRST_STEEPNESS] * ranges, [_AIM] * ranges, [1.0] * ranges
-        self._last = [0.0] * ranges
-        self.thresholds = [self._unknown(number) for number in range(ranges)]
-
-    @property
-    def min_magnitude(self) -> float:
-        """The smallest magnitude selected at the last step, over all ranges; 0 if it is not known."""
-        return min((value for value in self._last if value), default=0.0)
+        self._steepness, self._aim, self._trend = _FIRST_STEEPNESS, _AIM, 1.0
+        self.min_magnitude, self.threshold = 0.0, math.inf
 
     @property
     def memory(self) -> np.ndarray:
         """All learnt values as one vector."""
-        return np.concatenate([self._steepness, self._aim, self._trend, self._last, self.thresholds])
+        return np.array([self._steepness, self._aim, self._trend, self.min_magnitude, self.threshold])
 
     @memory.setter
     def memory(self, values: np.ndarray) -> None:
-        self._steepness, self._aim, self._trend, self._last, self.thresholds = values.reshape(5, -1).tolist()
+        self._steepness, self._aim, self._trend, self.min_magnitude, self.threshold = values.tolist()
 
-    def learn(self, number: int, count: int, min_magnitude: float, num_candidates: float) -> None:
-        """Learn from the selection from one range.
+    def learn(self, count: int, min_magnitude: float, num_candidates: int) -> None:
+        """Learn from a selection.
 
         Args:
-            number: index of the range, from 0.
             count: number of elements selected; `min_magnitude` is the smallest magnitude among them.
-            num_candidates: number of elements that reached the threshold; an estimate if they had no room.
+            num_candidates: number of elements that reached the threshold.
         """
-        if not self._useful[number]:
+        if not self.max_candidates:
             return
-        few = self._ks[number] if self._threshold is not None else max(1, self._ks[number] // 2)
-        if count < few:
-            self.thresholds[number], self._last[number] = self._unknown(number), 0.0
+        if count < max(1, self._k // 2):
+            self.threshold, self.min_magnitude = math.inf, 0.0
             return
-        if math.isfinite(self.thresholds[number]):
-            self._adapt(number, min_magnitude / self.thresholds[number], num_candidates / count)
-        growth = min_magnitude / self._last[number] if self._last[number] else 1.0
-        self._last[number] = min_magnitude
-        self._trend[number] += 0.3 * (min(growth, _MOST_GROWTH) - self._trend[number])
-        below = math.exp(-math.log(self._aim[number]) / self._steepness[number])
-        guess = below * min(growth, self._trend[number]) * min_magnitude
-        self.thresholds[number] = max(guess, self._threshold or _TINY)
+        if math.isfinite(self.threshold):
+            self._adapt(min_magnitude / self.threshold, num_candidates / count)
+        growth = min_magnitude / self.min_magnitude if self.min_magnitude else 1.0
+        self.min_magnitude = min_magnitude
+        self._trend += 0.3 * (min(growth, _MOST_GROWTH) - self._trend)
+        below = math.exp(-math.log(self._aim) / self._steepness)
+        self.threshold = max(below * min(growth, self._trend) * min_magnitude, _TINY)
 
-    def _unknown(self, number: int) -> float:
-        """The threshold without history: that of rule "threshold", else infinity."""
-        return self._threshold if self._threshold is not None and self._useful[number] else math.inf
-
-    def _adapt(self, number: int, above: float, ratio: float) -> None:
+    def _adapt(self, above: float, ratio: float) -> None:
         """Adapt to a threshold that was `above` times too low and gave `ratio` candidates per selected element."""
         if ratio < 1:
-            self._aim[number] = min(1.3 * self._aim[number], _MOST_AIM)
+            self._aim = min(1.3 * self._aim, _MOST_AIM)
         else:
-            self._aim[number] += 0.01 * (_AIM - self._aim[number])
+            self._aim += 0.01 * (_AIM - self._aim)
         if ratio > 0 and abs(math.log(above)) > 1e-3:
             seen = math.log(ratio) / math.log(above)
             seen = min(max(seen, _LEAST_STEEPNESS), _MOST_STEEPNESS)
-            self._steepness[number] += 0.5 * (seen - self._steepness[number])
+            self._steepness += 0.5 * (seen - self._steepness)
 
 
 _SMALL = 1 << 16  # below this many elements a direct top-k costs less than a look at a sample
@@ -103,15 +89,14 @@ _SAMPLE = 1 << 14
 
 
 class ResidualView:
-    """Answers questions about the magnitudes of one range, with the same result with and without candidates.
+    """Answers questions about the magnitudes of a bucket, with the same result with and without candidates.
 
     The pass over the bucket has collected every element of at least `candidate_threshold`. Questions about larger
-    magnitudes are answered from these; others read the range once more.
+    magnitudes are answered from these; others read the bucket once more.
 
     Args:
-        kernels: backend that holds the range.
-        x: residual of the range, a flat float32 Array.
-        start: position of its first element in the bucket, >= 0; returned positions are those in the bucket.
+        kernels: backend that holds the bucket.
+        x: residual of the bucket, a flat float32 Array.
         candidates: every non-zero element with ``|x| >= candidate_threshold``; None: not collected.
         candidate_threshold: smallest magnitude of a candidate; infinity: none.
         sums: sum and sum of squares of the chunks that `Kernels.sampled_sums` reads; None: not computed by the pass.
@@ -121,37 +106,31 @@ class ResidualView:
         self,
         kernels: Kernels,
         x: Array,
-        start: int = 0,
         candidates: Elements | None = None,
         candidate_threshold: float = math.inf,
         sums: tuple[float, float] | None = None,
     ) -> None:
         self.numel = len(x)
-        self._kernels, self._x, self.start = kernels, x, start
+        self._kernels, self._x = kernels, x
         self._candidates = NO_ELEMENTS if candidates is None else candidates
         self._floor = math.inf if candidates is None else candidate_threshold
         self._sums = sums
-
-    @property
-    def candidates(self) -> int:
-        """Number of candidates that the pass has collected in the range."""
-        return self._candidates.values.size
 
     def largest(self, k: int) -> Elements:
         """Return exactly the k largest; of equal ones the first; zeros never. Ends the view: its memory is reused.
 
         Without enough candidates, the exact top-k runs on the elements above a threshold guessed from a sample, a
-        little too low. Cost: nothing, else one read and a top-k of about 1.5 k, seldom a top-k of the range.
+        little too low. Cost: nothing, else one read and a top-k of about 1.5 k, seldom a top-k of the bucket.
         """
         if self._candidates.values.size >= k:
             return self._kernels.keep_largest(self._candidates, k)
         if self.numel >= _SMALL:
             sample = self._kernels.sample(self._x, 0, self.numel // _SAMPLE)
             if (threshold := _low_guess(sample, k / self.numel)) > 0:
-                found = self._found(threshold)
+                found = self._kernels.at_least(self._x, threshold)
                 if found.values.size >= k:
                     return self._kernels.keep_largest(found, k)
-        return self._placed(self._kernels.top_k(self._x, k))
+        return self._kernels.top_k(self._x, k)
 
     def at_least(self, threshold: float, most: int) -> Elements:
         """Return the non-zero elements with ``|x| >= threshold``, the `most` largest if there are more. Ends the view.
@@ -163,7 +142,7 @@ class ResidualView:
         if self._is_known(threshold):
             found = self._kernels.keep_at_least(self._candidates, threshold)
         else:
-            found = self._found(threshold)
+            found = self._kernels.at_least(self._x, threshold)
         return self._kernels.keep_largest(found, most) if found.values.size > most else found
 
     def count_at_least(self, threshold: float) -> int:
@@ -178,33 +157,22 @@ class ResidualView:
 
     def kth_of_sample(self, start: int, stride: int, k: int) -> float:
         """Return the k-th largest magnitude of ``x[start::stride]``, from the candidates if k of them are in it."""
-        offsets = self._candidates.positions - np.int32(self.start + start)
+        offsets = self._candidates.positions - np.int32(start)
         hits = self._candidates.values[(offsets >= 0) & (offsets % np.int32(stride) == 0)]
         if hits.size >= k:
             return self._kernels.kth_largest(hits, k)
         return self._kernels.kth_largest(self._kernels.sample(self._x, start, stride), k)
 
     def mean_and_deviation(self) -> tuple[float, float]:
-        """Return mean and standard deviation, of a sixteenth of a long range. Cost: nothing if the pass took sums."""
+        """Return mean and standard deviation, of a sixteenth of a long bucket. Cost: nothing if the pass took sums."""
         total, squares = self._sums if self._sums is not None else self._kernels.sampled_sums(self._x)
         seen = summed_numel(self.numel)
         mean = total / seen
         return mean, math.sqrt(max(squares / seen - mean * mean, 0.0))
 
-    def at(self, positions: np.ndarray) -> Elements:
-        """Return the elements at ascending positions of the range."""
-        positions = positions.astype(np.int32)
-        return self._placed(Elements(positions, self._kernels.take(self._x, positions)))
-
     def _is_known(self, threshold: float) -> bool:
         """Return whether every element of at least `threshold`, rounded to float32, is a candidate."""
         return float(np.float32(threshold)) >= self._floor
-
-    def _found(self, threshold: float) -> Elements:
-        return self._placed(self._kernels.at_least(self._x, threshold))
-
-    def _placed(self, elements: Elements) -> Elements:
-        return Elements(elements.positions + np.int32(self.start), elements.values) if self.start else elements
 
 
 def _low_guess(sample: np.ndarray, density: float) -> float:

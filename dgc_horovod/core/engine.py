@@ -9,14 +9,13 @@ completes it, or `BucketEngine.rollback` undoes the step. The collectives of a m
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 
-from dgc_horovod.config import RULES, DGCConfig
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_state import BucketState
 from dgc_horovod.core.candidates import ResidualView
-from dgc_horovod.core.selection import SelectionContext, select
+from dgc_horovod.core.selection import select
 from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
 from dgc_horovod.errors import DGCError
 from dgc_horovod.exchange.contract import Exchange, Outcome, Round
@@ -35,7 +34,6 @@ from dgc_horovod.kernels.contract import (
     SentRecord,
     SharedMoment,
 )
-from dgc_horovod.kernels.reference import joined
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
 
@@ -50,7 +48,7 @@ class BucketEngine:
         bucket: layout of the whole bucket.
         config: compression settings, equal on all ranks.
         kernels: backend on the device that holds the gradients.
-        rank: index of this worker, 0 <= rank < workers; seeds random rules.
+        rank: index of this worker, 0 <= rank < workers; seeds rules that draw at random.
         workers: N >= 1.
         node_size: G >= 1, number of workers of a node, which average their gradients before they are added here.
 
@@ -125,15 +123,14 @@ class BucketEngine:
         """
         assert self._sender is None and self._message is None, "message() of the step before comes first"
         workspace = self._workspace_for(1.0 if self.bucket.uncompressed else density)
-        if workspace.search.max_candidates:
-            workspace.search.ranges["threshold"] = workspace.predictor.thresholds
         self._step, self._round = step, 0
         if self._has_momentum:
             self.state.momentum()  # `clear` may have come after the gradients
             self._has_momentum = False
         sender = None if self.in_join or self.clips else workspace.sender  # packets written by a device have no flags
-        if sender is not None and workspace.predictor.thresholds[0] < math.inf and sender.takes(self.gradients):
-            sender.start(self.gradients, self.state, scale, workspace.predictor.thresholds[0], step, self._masks)
+        threshold = workspace.predictor.threshold
+        if sender is not None and threshold < math.inf and sender.takes(self.gradients):
+            sender.start(self.gradients, self.state, scale, threshold, step, self._masks)
             self._sender = sender
             return
         seen = self.kernels.accumulate(self.gradients, self.state, scale, workspace.search)
@@ -158,7 +155,7 @@ class BucketEngine:
             if sent is None:
                 return self._from_host(workspace, seen)
             self._sent, count = sent, sent.positions.size
-            workspace.predictor.learn(0, count, sender.min_magnitude, seen.num_candidates)
+            workspace.predictor.learn(count, sender.min_magnitude, seen.num_candidates)
             return Message(sender.payload, workspace.exchange.rounds[0], count)
         message, self._message = self._message, None
         assert message is not None, "begin_compress comes first"
@@ -187,29 +184,15 @@ class BucketEngine:
         return self._workspace
 
     def _select(self, workspace: Workspace, seen: AccumulateResult) -> Elements:
-        chosen = []
-        for number, part in enumerate(workspace.ranges):
-            view = self._view(workspace, number, seen.candidates)
-            context = SelectionContext(partial(self._generator, number), self.config.threshold)
-            num_candidates = (
-                view.candidates if seen.candidates is not None else seen.num_candidates * part.k / workspace.capacity
-            )
-            chosen.append(select(self.config.rule, view, part.k, context))
-            workspace.predictor.learn(number, chosen[-1].values.size, min_magnitude(chosen[-1]), num_candidates)
-        return joined(chosen)
+        threshold = workspace.search.threshold
+        view = ResidualView(self.kernels, self.state.v, seen.candidates, threshold, seen.sums)
+        chosen = select(self.config.rule, view, workspace.capacity, self._generator)
+        workspace.predictor.learn(chosen.values.size, min_magnitude(chosen), seen.num_candidates)
+        return chosen
 
-    def _view(self, workspace: Workspace, number: int, candidates: Elements | None) -> ResidualView:
-        part, record = workspace.ranges[number], workspace.search.ranges[number]
-        if candidates is not None and len(workspace.ranges) > 1:
-            low, high = np.searchsorted(candidates.positions, [part.place.start, part.place.stop])
-            candidates = Elements(candidates.positions[low:high], candidates.values[low:high])
-        x = self.state.v[part.place]
-        sums = (float(record["sum"]), float(record["squares"])) if RULES[self.config.rule].needs_sums else None
-        return ResidualView(self.kernels, x, part.start, candidates, float(record["threshold"]), sums)
-
-    def _generator(self, number: int) -> np.random.Generator:
-        """Return a random source that depends on rank, bucket, range and step only."""
-        key = (self.config.seed, self.rank, self.bucket.index, number, self._step)
+    def _generator(self) -> np.random.Generator:
+        """Return a random source that depends on rank, bucket and step only."""
+        key = (self.config.seed, self.rank, self.bucket.index, 0, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
@@ -314,7 +297,7 @@ class BucketEngine:
         return self._round + 1 < len(self.exchange.rounds)
 
     def spec(self, density: float) -> MessageSpec:
-        """Return ranges, packet format and rounds of the bucket at a density."""
+        """Return packet format, exchange and rounds of the bucket at a density."""
         return message_spec(self.whole, self.config, density, self.topology)
 
     def receive(self, received: np.ndarray) -> np.ndarray | None:

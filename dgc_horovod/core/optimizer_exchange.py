@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.config import RULES, DGCConfig, clip_limit
+from dgc_horovod.config import DGCConfig, clip_limit
 from dgc_horovod.core.adam import AdamStep
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.budget import within_budget
@@ -92,7 +92,7 @@ class OptimizerExchange:
         }
         compressed = [engine.whole for engine in self.engines if not engine.whole.uncompressed]
         self._compressed = {segment.name for bucket in compressed for segment in bucket.segments}
-        self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.final_density)
+        self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.density)
         self.meters = Meters(self.engines, self.counts)
         PROCESS.exchanges.append(self.counts)
         self.steps = 0  # completed steps of the whole training
@@ -116,12 +116,12 @@ class OptimizerExchange:
 
     def density(self) -> float:
         """Return the density of the present step."""
-        return density_at(self.config.final_density, self.config.warmup, self.steps, self.epoch)
+        return density_at(self.config.density, self.config.warmup, self.steps, self.epoch)
 
     @property
     def as_stock(self) -> bool:
         """Whether this step can be the optimizer's own: density 1, and no direction of Adam is in a residual."""
-        return RULES[self.config.rule].sets_density and self.density() == 1.0 and not self.second.known
+        return self.density() == 1.0 and not self.second.known
 
     def drop_residuals(self) -> None:
         """Set the residuals to zero, after a dense step that is not applied."""
@@ -236,7 +236,7 @@ class OptimizerExchange:
         """End the step; unless `finite`, roll back or drop the sent elements, the same on every rank."""
         skipped_at = None if finite else (self.steps, self.ending.where())
         density = self.density()
-        self.meters.close(finite, advises=self.rank == 0 and density == self.config.final_density < 1)
+        self.meters.close(finite, advises=self.rank == 0 and density == self.config.density < 1)
         if finite or self.ending.leaves_out:
             for engine in self.engines:
                 engine.commit()
@@ -389,5 +389,5 @@ class OptimizerExchange:
 
 def _key(engine: BucketEngine) -> str:
     """Return a bucket's key in a record of thresholds; it differs for another layout, whose thresholds do not fit."""
-    bucket, config = engine.bucket, engine.config
-    return f"bucket {bucket.index}, {bucket.numel} elements, {config.rule}, scope {config.scope}"
+    bucket = engine.bucket
+    return f"bucket {bucket.index}, {bucket.numel} elements, {engine.config.rule}, scope bucket"

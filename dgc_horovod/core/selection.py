@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
-from dgc_horovod.config import RULES
 from dgc_horovod.core.candidates import ResidualView
 from dgc_horovod.kernels.contract import Elements
 
@@ -24,18 +22,7 @@ _TRIES = 10
 _LARGEST = float(np.finfo(np.float32).max)
 _NORMAL = NormalDist()
 
-
-@dataclass(frozen=True)
-class SelectionContext:
-    """Arguments of a rule besides the values.
-
-    Args:
-        generator: function that makes the random source of this rank, range and step; called by random rules.
-        threshold: smallest magnitude that rule "threshold" selects, > 0; None for other rules.
-    """
-
-    generator: Callable[[], np.random.Generator]
-    threshold: float | None = None
+Generator = Callable[[], np.random.Generator]  # makes the random source of this rank, bucket and step
 
 
 def accepted_counts(k: int) -> tuple[int, int]:
@@ -45,12 +32,12 @@ def accepted_counts(k: int) -> tuple[int, int]:
     return math.ceil(0.8 * k), math.floor(1.25 * k)
 
 
-def exact(view: ResidualView, k: int, context: SelectionContext) -> Elements:
+def exact(view: ResidualView, k: int, generator: Generator) -> Elements:
     """The k largest ``|x|``, ties to the lower position (TopK-SGD; DGC without sampling)."""
     return view.largest(k)
 
 
-def sampled(view: ResidualView, k: int, context: SelectionContext) -> Elements:
+def sampled(view: ResidualView, k: int, generator: Generator) -> Elements:
     """At most k of the largest ``|x|``, at least 0.8 k: threshold of a 1% sample (DGC, arXiv 1712.01887, section 5).
 
     The sample is strided from a random start. Too few hits lower the threshold by 0.8, up to ten times,
@@ -60,7 +47,7 @@ def sampled(view: ResidualView, k: int, context: SelectionContext) -> Elements:
     stride = numel // max(math.ceil(_SAMPLED_FRACTION * numel), math.ceil(_LEAST_HITS * numel / k))
     if stride <= 1:
         return view.largest(k)
-    start = int(context.generator().integers(stride))
+    start = int(generator().integers(stride))
     size = -(-(numel - start) // stride)
     threshold = view.kth_of_sample(start, stride, min(size, max(1, round(k * size / numel))))
     least, _ = accepted_counts(k)
@@ -76,7 +63,7 @@ def two_sided_point(density: float) -> float:
     return _NORMAL.inv_cdf(1 - density / 2)
 
 
-def gaussian(view: ResidualView, k: int, context: SelectionContext) -> Elements:
+def gaussian(view: ResidualView, k: int, generator: Generator) -> Elements:
     """GaussianK-SGD (Shi et al., arXiv 1911.08772): threshold from mean and deviation, no sort.
 
     The published adjustment (three tries, times 0.5 or 1.5) ends anywhere between nothing and 70 k, because error
@@ -132,45 +119,15 @@ def search_threshold(view: ResidualView, k: int, guess: float) -> float | None:
     return None
 
 
-def random(view: ResidualView, k: int, context: SelectionContext) -> Elements:
-    """Random-k: k of the non-zero elements, each equally likely; drawn anew on every rank at every step.
-
-    Twice k positions are drawn first; all non-zero elements are listed only if fewer than k of these are non-zero.
-    Cost: about 2 k random reads, else one read of the range.
-    """
-    generator = context.generator()
-    if 4 * k < view.numel:
-        drawn = view.at(np.sort(generator.choice(view.numel, 2 * k, replace=False, shuffle=False)))
-        live = np.flatnonzero(drawn.values)
-        if live.size >= k:
-            return _drawn(drawn, live, k, generator)
-    every = view.at_least(0.0, view.numel)
-    return _drawn(every, np.arange(every.values.size), k, generator)
-
-
-def _drawn(elements: Elements, of: np.ndarray, k: int, generator: np.random.Generator) -> Elements:
-    if of.size > k:
-        of = np.sort(generator.choice(of, k, replace=False, shuffle=False))
-    return Elements(elements.positions[of], elements.values[of])
-
-
-def fixed(view: ResidualView, k: int, context: SelectionContext) -> Elements:
-    """Fixed threshold: the elements with ``|x| >= threshold``; `k` is only the packet's capacity."""
-    assert context.threshold is not None
-    return view.at_least(context.threshold, k)
-
-
-_SELECT: dict[str, Callable[[ResidualView, int, SelectionContext], Elements]] = {
+_SELECT: dict[str, Callable[[ResidualView, int, Generator], Elements]] = {
     "exact": exact,
     "sampled": sampled,
     "gaussian": gaussian,
-    "random": random,
-    "threshold": fixed,
 }
 
 
-def select(rule: str, view: ResidualView, k: int, context: SelectionContext) -> Elements:
-    """Select elements of a range by `rule`; with ``k >= numel`` every rule with a density selects all."""
-    if k >= view.numel and RULES[rule].sets_density:
+def select(rule: str, view: ResidualView, k: int, generator: Generator) -> Elements:
+    """Select elements of a bucket by `rule`; with ``k >= numel`` every rule selects all."""
+    if k >= view.numel:
         return view.at_least(0.0, view.numel)
-    return _SELECT[rule](view, k, context)
+    return _SELECT[rule](view, k, generator)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dgc_horovod.config import RULES, DGCConfig
-from dgc_horovod.core.bucketing import ranges
+from dgc_horovod.core.bucketing import count_for
 from dgc_horovod.core.candidates import ThresholdPredictor
 from dgc_horovod.exchange.choose import choose
 from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
 from dgc_horovod.exchange.hierarchical import HierarchicalExchange, Topology, rounds_of
-from dgc_horovod.kernels.contract import RANGE, Elements, Kernels, Search, State
-from dgc_horovod.wire.bucket import Bucket, SelectionRange
+from dgc_horovod.kernels.contract import Elements, Kernels, Search, State
+from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import PacketFormat
 
 _COARSE = ("4bit", "2bit")
@@ -61,9 +61,8 @@ def min_magnitude(elements: Elements) -> float:
 
 
 class MessageSpec(NamedTuple):
-    """Selection ranges, packet format of one rank's selection, exchange (between nodes), and all collectives."""
+    """Packet format of one rank's selection, exchange (between nodes), and all collectives."""
 
-    ranges: tuple[SelectionRange, ...]
     wire: PacketFormat
     exchange: type[FlatExchange]
     rounds: tuple[Round, ...]
@@ -79,17 +78,15 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
         topology: place of the worker.
     """
     density = 1.0 if bucket.uncompressed else density
-    slices = bucket.slices(topology.node_size)
-    parts = [ranges(each, config.scope, density) for each in slices]
-    capacity = max(sum(part.k for part in each) for each in parts)  # packets of all slices are of one size
+    numel = bucket.slices(topology.node_size)[0].numel  # all slices are of one size
     indices = "every" if bucket.uncompressed else "elias-fano"
     values = bucket.values or config.values
     if density == 1 and config.momentum_correction and config.begins_dense and values in _COARSE:
         values = "bf16"  # these steps are Adam's own: squares of coarsely rounded gradients are too large
-    wire = PacketFormat(bucket.index, slices[0].numel, capacity, values, indices)
+    wire = PacketFormat(bucket.index, numel, count_for(numel, density), values, indices)
     exchange = choose(wire, topology.nodes, config.shards, topology.node_size)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
-    return MessageSpec(parts[topology.local_rank], wire, exchange, rounds)
+    return MessageSpec(wire, exchange, rounds)
 
 
 class Workspace:
@@ -114,7 +111,7 @@ class Workspace:
         state: State,
     ) -> None:
         self.density = density
-        self.ranges, wire, exchange, _ = message_spec(bucket, config, density, topology)
+        wire, exchange, _ = message_spec(bucket, config, density, topology)
         self.capacity = wire.capacity
         slices = bucket.slices(topology.node_size)
         self.exchange: Exchange = (
@@ -123,14 +120,14 @@ class Workspace:
             else HierarchicalExchange(slices, topology.local_rank, wire, kernels, topology.nodes, exchange)
         )
         self.exchange.adopt(topology.node, state)
-        numels, ks = [part.numel for part in self.ranges], [part.k for part in self.ranges]
-        self.predictor = ThresholdPredictor(numels, ks, config.threshold)
-        records, rule = np.zeros(len(self.ranges), RANGE), RULES[config.rule]  # the ranges as kernels read them
-        records["start"], records["numel"] = [part.start for part in self.ranges], numels
-        records["threshold"] = np.inf
-        looks = rule.wants_candidates and not bucket.uncompressed
-        max_candidates = self.predictor.max_candidates if looks else 0
-        self.search = Search(records, max_candidates, rule.needs_sums and not bucket.uncompressed)
-        alone = rule.on_device and len(self.ranges) == 1
-        self.sender = self.exchange.sender(max_candidates) if alone and max_candidates else None
+        self.predictor = ThresholdPredictor(wire.numel, wire.capacity)
+        rule, max_candidates = RULES[config.rule], self.predictor.max_candidates
+        self._wants_sums = rule.needs_sums and not bucket.uncompressed
+        self.sender = self.exchange.sender(max_candidates) if rule.on_device and max_candidates else None
         self.masked = np.empty(wire.capacity, np.float32)
+
+    @property
+    def search(self) -> Search:
+        """What the pass of the present step looks for."""
+        threshold = float(np.float32(self.predictor.threshold))  # as kernels compare
+        return Search(threshold, self.predictor.max_candidates, self._wants_sums)

@@ -120,29 +120,16 @@ class State:
         return self._v, elements
 
 
-# A range of a bucket from which elements are selected, as a pass reads and fills it; the layout is that of csrc/dgc.h
-RANGE = np.dtype(
-    [
-        ("start", np.int64),
-        ("numel", np.int64),
-        ("sum", np.float64),
-        ("squares", np.float64),
-        ("threshold", np.float32),  # non-zero elements of at least this magnitude are candidates; infinity: none
-        ("unused", np.int32),
-    ]
-)
-
-
 class Search(NamedTuple):
     """What a pass over a bucket looks for.
 
     Args:
-        ranges: RANGE records of the bucket, in ascending order.
+        threshold: non-zero elements of at least this magnitude, a float32, are candidates; infinity: none.
         max_candidates: largest number of candidates wanted, >= 0.
-        wants_sums: whether to fill in the ranges' sum and squares (see `Kernels.sampled_sums`).
+        wants_sums: whether to compute `Kernels.sampled_sums`.
     """
 
-    ranges: np.ndarray
+    threshold: float
     max_candidates: int
     wants_sums: bool
 
@@ -173,14 +160,16 @@ class AccumulateResult:
 
     Args:
         gradients_finite, residual_finite: whether all gradients are finite, and whether v is.
-        num_candidates: number of elements that reached their range's threshold.
+        num_candidates: number of elements that reached the threshold.
         candidates: these elements, valid until the next pass over the bucket; None if they exceeded the capacity.
+        sums: `Kernels.sampled_sums` of v, if they were wanted.
     """
 
     gradients_finite: bool
     residual_finite: bool
     num_candidates: int
     candidates: Elements | None
+    sums: tuple[float, float] | None = None
 
 
 class SentRecord(Protocol):

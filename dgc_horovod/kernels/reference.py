@@ -31,15 +31,6 @@ from dgc_horovod.wire.packet import Coder, NumpyCoder
 SIGN_STRIDE = 7919  # from the first sign of a row to that of the next
 
 
-def joined(parts: Sequence[Elements]) -> Elements:
-    """Concatenate the elements of several ranges, which are in ascending order."""
-    if not parts:
-        return NO_ELEMENTS
-    if len(parts) == 1:
-        return parts[0]
-    return Elements(np.concatenate([p.positions for p in parts]), np.concatenate([p.values for p in parts]))
-
-
 def first_sign(row: Array, columns: int) -> Array:
     """Return the index of a row's first sign in `Kernels.measure`; rows have different ones, as they may be equal."""
     return row * SIGN_STRIDE % columns
@@ -140,18 +131,11 @@ class ComposedKernels(Kernels, Protocol):
                 finite, gradient = False, self.zero_unless_finite(gradient)
             self._accumulate(state, segment.place, gradient, accumulation, scale)
             gradients.arrays[i] = None
-        found = []
-        for part in search.ranges:
-            v = state.v[int(part["start"]) : int(part["start"] + part["numel"])]
-            if search.wants_sums:
-                part["sum"], part["squares"] = self.sampled_sums(v)
-            if part["threshold"] < np.inf:
-                positions, values = self.at_least(v, float(part["threshold"]))
-                found.append(Elements(positions + np.int32(part["start"]), values))
-        candidates = joined(found)
-        count = candidates.positions.size
-        fitting = candidates if count <= search.max_candidates else None
-        return AccumulateResult(finite, self.all_finite(state.v), count, fitting)
+        found = self.at_least(state.v, search.threshold) if search.threshold < np.inf else NO_ELEMENTS
+        count = found.positions.size
+        fitting = found if count <= search.max_candidates else None
+        sums = self.sampled_sums(state.v) if search.wants_sums else None
+        return AccumulateResult(finite, self.all_finite(state.v), count, fitting, sums)
 
     def _accumulate(self, state: State, here: slice, gradient: Array, accumulation: Accumulation, scale: float) -> None:
         v = state.v[here]

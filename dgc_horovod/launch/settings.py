@@ -17,7 +17,7 @@ from dgc_horovod.settings import EVERYWHERE, OF_METHODS, Setting, as_text
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 UNCOMPRESSED = ("none", "fp16")  # methods that leave the exchange as it is
-_LOCAL, _THRESHOLD = "local", "threshold"
+_LOCAL = "local"
 _NAMES = {row.field: row.name for row in FIELDS}
 _STEPS, _EPOCHS, _STEPS_PER_EPOCH = (_NAMES[f"warmup.{field}"] for field in ("steps", "epochs", "steps_per_epoch"))
 
@@ -173,8 +173,7 @@ def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
     What is sent, and when (the first two groups of the settings, clipping and warm-up among them), was chosen for the
     method that its own layer names: beside another method of a stronger layer it is not used. How it travels and how
     the job runs (exchange, nodes, number formats, timeout, checks, metrics) is a matter of the cluster, and stays; but
-    for an exchange among nodes, which local steps do not have. A layer that names no method is for any, but for a
-    threshold, which is for one only.
+    for an exchange among nodes, which local steps do not have. A layer that names no method is for any.
 
     Args:
         layers: all layers, the strongest first.
@@ -188,7 +187,6 @@ def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
         elif i > place:
             is_of_another, exchange = _method(layer).text not in ("", method), layer.get(_NAMES["exchange"])
             dropped = {row.name for row in FIELDS if is_of_another and row.group in OF_METHODS}
-            dropped |= {row.name for row in FIELDS if row.method == _THRESHOLD != method}
             if is_of_another and method == _LOCAL and exchange and exchange.text not in (FLAT, SHARDED):
                 dropped.add(exchange.row.name)
         kept.append(_without(layer, dropped))

@@ -188,7 +188,7 @@ def cost(
     if method in EXCHANGES:
         config = within_budget(specs, config.replace(exchange=method), _topology(method, cluster))
         cpu, memory = _of_compression(config, numel, cluster, machine)
-        density = config.final_density
+        density = config.density
         hides = config.clip_norm is None  # with a norm to clip at, every gradient must be there before a message leaves
     else:
         cpu, memory = machine.factorise * rank * numel if method == POWER_SGD else 0.0, _MEMORY[method] * numel
@@ -202,7 +202,7 @@ def cost(
 def _of_compression(config: DGCConfig, numel: int, cluster: Cluster, machine: Machine) -> tuple[float, int]:
     """Seconds of compression on a worker, and bytes of its memory."""
     topology = _topology(config.exchange, cluster)
-    kept, sent = numel / topology.node_size, config.final_density * numel
+    kept, sent = numel / topology.node_size, config.density * numel
     sent_here = sent / topology.node_size
     received = 2 * sent if config.shards else topology.nodes * sent
     cpu = machine.compress * kept + machine.encode * sent_here + machine.decode * received

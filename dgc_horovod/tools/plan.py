@@ -284,7 +284,7 @@ def measured(machine: Machine, elements: int, config: DGCConfig) -> Machine:
     numel = min(elements, _MEASURED_ELEMENTS)
     config = config.replace(exchange=FLAT)
     (compress, few), (_, many) = (_of_workers(numel, config, workers) for workers in (_FEW, _MANY))
-    sent = config.final_density * numel  # of each worker; beyond some density they are added up on the way instead
+    sent = config.density * numel  # of each worker; beyond some density they are added up on the way instead
     decode = max(0.0, many - few) / ((_MANY - _FEW) * sent)
     update = max(0.0, few - _FEW * sent * decode) / numel
     return replace(machine, compress=compress / numel, encode=0.0, decode=decode, update=update)
@@ -319,7 +319,7 @@ def _steps(engine: BucketEngine, numel: int) -> tuple[float, list[np.ndarray]]:
     for _ in range(_WARM_UP_STEPS + _STEPS):
         start = int(random.integers(2**16))
         engine.add_gradient(0, engine.kernels.from_host(noise[start : start + numel]), accumulation)
-        times.append(_seconds(lambda: payloads.append(engine.compress(1.0, 1, engine.config.final_density).payload)))
+        times.append(_seconds(lambda: payloads.append(engine.compress(1.0, 1, engine.config.density).payload)))
         payloads[-1] = payloads[-1].copy()
     return min(times[_WARM_UP_STEPS:]), list(payloads)
 

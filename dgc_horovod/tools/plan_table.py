@@ -215,7 +215,7 @@ def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -
     """Return a line on the model, the step, the density and the link."""
     card, workers = cluster.card, f"{cluster.node_size} worker{'s' * (cluster.node_size > 1)}"
     link = f"{workers} a card of {card.bits / 1e9:.3g} Gbit/s, {1e3 * card.latency:g} ms"
-    density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.final_density:g}"
+    density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.density:g}"
     return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
 
 

@@ -1,4 +1,4 @@
-"""A bucket, a flat run of parameters that are exchanged together, and the ranges that elements are selected from."""
+"""A bucket, a flat run of parameters that are exchanged together."""
 
 from __future__ import annotations
 
@@ -76,17 +76,3 @@ class Bucket:
             first = max(low, self.numel)
             segments.append(Segment(PADDING, first - low, high - first))
         return replace(self, segments=tuple(segments))
-
-
-@dataclass(frozen=True)
-class SelectionRange:
-    """A range of a bucket from which `k` elements are selected."""
-
-    start: int
-    numel: int
-    k: int
-
-    @property
-    def place(self) -> slice:
-        """The range's elements, as a slice of the bucket."""
-        return slice(self.start, self.start + self.numel)

@@ -13,9 +13,8 @@ from tests.helpers.data import as_array, as_numpy
 
 
 def make_config(rule="exact", **fields):
-    extra = {"threshold": 0.5, "max_density": fields.get("density", 0.1)} if rule == "threshold" else {}
     common = {"density": 0.1, "min_numel": 1, "compress_1d": True, "values": "fp32"}
-    return DGCConfig(**{"rule": rule, **common, **extra, **fields})
+    return DGCConfig(**{"rule": rule, **common, **fields})
 
 
 def make_bucket(*sizes):

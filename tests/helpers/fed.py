@@ -12,7 +12,7 @@ STEPS = 8
 # name -> fields of Compression.dgc beyond density and min_numel, and options of SGD
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dgc": ({}, {"momentum": 0.9}),
-    "nesterov, clipped, per tensor": ({"clip_norm": 2.0, "scope": "tensor"}, {"momentum": 0.8, "nesterov": True}),
+    "nesterov, clipped": ({"clip_norm": 2.0}, {"momentum": 0.8, "nesterov": True}),
     "gaussian, 4 bit, small buckets": ({"rule": "gaussian", "values": "4bit", "bucket_bytes": 9000}, {"momentum": 0.9}),
     "residual only": ({"momentum_correction": False, "factor_masking": False}, {"momentum": 0.9}),
     "scattered": ({"density": 0.4}, {"momentum": 0.9}),

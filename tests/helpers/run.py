@@ -27,11 +27,9 @@ STEPS, HALF = 24, 12
 SMALL: dict[str, Any] = {"density": 0.02, "min_numel": 16, "bucket_bytes": 12_000}
 COMPRESSIONS = {
     "dgc, warm-up": Compression.dgc(**SMALL, warmup=WarmupSchedule(steps=15)),
-    "clipped, per tensor": Compression.dgc(**SMALL, clip_norm=0.5, scope="tensor"),
+    "clipped": Compression.dgc(**SMALL, clip_norm=0.5),
     "gaussian, momentum correction": Compression.dgc(**SMALL, rule="gaussian"),
     "sampled, 4bit": Compression.dgc(**SMALL, rule="sampled", values="4bit"),
-    "random": Compression.random(**SMALL),
-    "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
     "topk": Compression.topk(**SMALL),
 }
 

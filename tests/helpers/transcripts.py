@@ -34,7 +34,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dgc": ("dgc", _SMALL),
     "dgc, warm-up": ("dgc", {**_SMALL, "warmup": WarmupSchedule(steps=12)}),
     "dgc, clipped": ("dgc", {**_SMALL, "clip_norm": 0.5}),
-    "dgc, clipped, per tensor": ("dgc", {**_SMALL, "clip_norm": 0.5, "scope": "tensor"}),
     "dgc, no masking, 1-D too": ("dgc", {**_SMALL, "factor_masking": False, "compress_1d": True}),
     "dgc, fp32": ("dgc", {**_SMALL, "values": "fp32", "dense_values": "bf16"}),
     "dgc, fp16": ("dgc", {**_SMALL, "values": "fp16"}),
@@ -44,8 +43,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": ("topk", _SMALL),
     "sampled": ("sampled", _SMALL),
     "gaussian": ("gaussian", _SMALL),
-    "random": ("random", _SMALL),
-    "threshold": ("threshold", {**_SMALL, "density": 0.001, "value": 0.02, "max_density": 0.05}),
     "one bucket": ("dgc", {"density": 0.01}),
 }
 WITH_ALLREDUCE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,9 +60,7 @@ def runs(workers: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def made(presets: Any, run: tuple[str, dict[str, Any]]) -> Any:
     """The compression of a run."""
-    return getattr(presets, run[0])(
-        **{name: value for name, value in run[1].items() if name != "density" or run[0] != "threshold"}
-    )
+    return getattr(presets, run[0])(**run[1])
 
 
 class Transcript:

@@ -25,7 +25,7 @@ from dgc_horovod.kernels.triton.memory import EXACT
 # What each parameter is, by name: pointers to int32 unless it is here
 _KINDS = {
     **dict.fromkeys(
-        ("v", "u", "values", "decoded", "masked", "chosen_values", "thresholds", "numbers", "scale", "x", "signs",
+        ("v", "u", "values", "decoded", "masked", "chosen_values", "threshold", "numbers", "scale", "x", "signs",
          "found", "parts"), "*fp32"
     ),
     **dict.fromkeys(("gradients", "factors", "outputs", "vectors"), "*i64"),

@@ -23,7 +23,6 @@ ALL = TORCH, DDP, KERAS = "torch", "ddp", "keras"
 _SMALL: dict[str, Any] = {"density": 0.05, "min_numel": 16, "bucket_bytes": 5_000}
 _FIELDS: dict[str, dict[str, Any]] = {
     "local": {"steps": 4, "density": 0.1, "min_numel": 16},
-    "threshold": {"value": 0.02, "max_density": 0.1, "min_numel": 16},
 }
 
 
@@ -110,7 +109,7 @@ WAYS = {
     "clip_norm": Way(fields={"clip_norm": 0.5}, on=(DDP,)),
     "4bit": Way(fields={"values": "4bit"}, on=(DDP,)),
     "dense fp16": Way(fields={"dense_values": "fp16"}, on=(DDP,)),
-    **{method: Way(method, on=(DDP,)) for method in ("topk", "sampled", "gaussian", "random", "threshold")},
+    **{method: Way(method, on=(DDP,)) for method in ("topk", "sampled", "gaussian")},
     "uneven": Way(uneven=True, on=(TORCH,)),
     "uneven, AdamW": Way(uneven=True, on=(TORCH,), **_ADAMW),
 }

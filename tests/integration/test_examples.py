@@ -17,7 +17,7 @@ from tests.helpers.launchers import torchrun
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")
 
 CHOICES = {
-    "torch_digits": ["none", "fp16", "dgc", "topk", "gaussian", "random"],
+    "torch_digits": ["none", "fp16", "dgc", "topk", "gaussian"],
     "ddp_digits": ["none", "fp16", "dgc", "topk"],
     "torch_lstm": ["none", "dgc", "topk"],
     "keras_digits": ["dgc"],

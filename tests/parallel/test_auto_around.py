@@ -168,7 +168,6 @@ def test_a_choice_is_made_anew_after_a_trial_that_was_interrupted(tmp_path):
 
 
 def test_what_does_not_go_together_is_refused():
-    assert "threshold" in error_of(lambda: Compression.auto(rule="threshold", threshold=0.1))
     assert "local_steps=4" in error_of(lambda: Compression.auto(local_steps=4, momentum_correction=False))
     assert "Compression.auto" in error_of(lambda: Compression.dgc(total_steps=100))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import horovod.torch as hvd
 import pytest
@@ -12,6 +13,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dgc_horovod.core.candidates import ResidualView
+from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers import hand_table
@@ -248,15 +251,15 @@ def test_larger_batch_identity():
     """Sending everything every T steps with m = 0 is one step on a T times larger batch at T times the rate."""
     period, lr = 4, 0.01
     model = smooth_model()
-    compression = Compression.threshold(1e30, max_density=1.0, compress_1d=True, min_numel=1, **UNROUNDED)
+    compression = Compression.topk(1.0, compress_1d=True, min_numel=1, **UNROUNDED)
     optimizer = _wrapped(model, compression, lambda model: torch.optim.SGD(model.parameters(), lr=lr))
-    engines = session(optimizer).exchange.engines
+    exchange = session(optimizer).exchange
 
-    def send_every_period(step: int) -> None:
-        for engine in engines:
-            engine.config = engine.config.replace(threshold=2e-38 if step % period == period - 1 else 1e30)
+    def every_period(rule: str, view: ResidualView, k: int, generator: Any) -> Elements:
+        return view.largest(k) if exchange.steps % period == period - 1 else NO_ELEMENTS
 
-    train(model, optimizer, 5 * period, before_backward=send_every_period)
+    with mock.patch("dgc_horovod.core.engine.select", every_period):
+        train(model, optimizer, 5 * period)
 
     larger = smooth_model()
     stock = hvd.DistributedOptimizer(torch.optim.SGD(larger.parameters(), lr=period * lr), larger.named_parameters())

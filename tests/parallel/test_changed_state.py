@@ -79,7 +79,7 @@ def test_residuals_of_the_same_method_with_another_rule_are_taken():
 
 
 def test_where_nothing_is_compressed_residuals_are_not_dropped_without_a_word(tmp_path):
-    model, optimizer = made(COMPRESSIONS["clipped, per tensor"], adamw)
+    model, optimizer = made(COMPRESSIONS["clipped"], adamw)
     train_between(model, optimizer, 0, HALF)
     other, dense = made(Compression.none, adamw)
     before = fingerprint(other)

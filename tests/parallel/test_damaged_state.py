@@ -20,7 +20,7 @@ from tests.helpers.run import COMPRESSIONS, HALF
 from tests.helpers.training import batches, fingerprint, momentum_sgd
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
-COMPRESSION = COMPRESSIONS["clipped, per tensor"]
+COMPRESSION = COMPRESSIONS["clipped"]
 
 
 def _saved(folder: Path, steps: int = HALF) -> tuple[Any, Any]:

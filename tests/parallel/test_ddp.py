@@ -242,8 +242,6 @@ COMPRESSIONS = {
     "topk": Compression.topk(**FIELDS),
     "gaussian": Compression.gaussian(**FIELDS),
     "sampled": Compression.sampled(**FIELDS),
-    "random": Compression.random(**FIELDS),
-    "threshold": Compression.threshold(0.01, min_numel=64),
     "sharded": Compression.dgc(**FIELDS, exchange="sharded", bucket_bytes=8192),
     "dense path in fp16": Compression.dgc(**FIELDS, dense_values="fp16"),
     "clipped": Compression.dgc(**FIELDS, clip_norm=0.5),

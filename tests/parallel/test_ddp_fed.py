@@ -26,14 +26,12 @@ PRESETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "topk": (Compression.topk(**BASE), {"momentum": 0.9}),
     "sampled": (Compression.sampled(**BASE), {"momentum": 0.9}),
     "gaussian": (Compression.gaussian(**BASE), {}),
-    "random": (Compression.random(**BASE), {"momentum": 0.9, "weight_decay": 0.01}),
-    "threshold": (Compression.threshold(5.0, min_numel=MIN_NUMEL), {"momentum": 0.9}),
     "sharded": (Compression.dgc(**BASE, exchange="sharded", bucket_bytes=9000), {"momentum": 0.9, "nesterov": True}),
     "warm-up": (Compression.dgc(**BASE, warmup=ddp.WarmupSchedule(steps=4)), {"momentum": 0.9, "weight_decay": 0.01}),
     "fp32 beside": (Compression.dgc(**BASE, dense_values="fp32"), {"momentum": 0.9}),
     "fp16 beside": (Compression.dgc(**BASE, dense_values="fp16"), {"momentum": 0.9}),
 }
-FEW = ("nesterov, clipped, per tensor", "gaussian, 4 bit, small buckets", "random", "threshold", "sharded", "warm-up")
+FEW = ("nesterov, clipped", "gaussian, 4 bit, small buckets", "sharded", "warm-up")
 NODES = {  # of two workers each, for four ranks
     "nodes": (Compression.dgc(**BASE, exchange="hierarchical", node_size=2), {"momentum": 0.9}),
     "nodes, clipped": (

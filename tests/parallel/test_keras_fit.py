@@ -47,7 +47,7 @@ CHOICES = {
     "dgc": Compression.dgc(0.05),
     "gaussian": Compression.gaussian(0.05),
     "dgc, warm-up": Compression.dgc(0.01, warmup=WarmupSchedule(steps=12)),
-    "dgc, clipped, per tensor": Compression.dgc(0.05, clip_norm=0.5, scope="tensor"),
+    "dgc, clipped": Compression.dgc(0.05, clip_norm=0.5),
 }
 
 

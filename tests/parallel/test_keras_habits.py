@@ -88,7 +88,7 @@ def test_any_set_of_variables_in_any_order(order):
 def test_variables_without_an_element(shapes, moved):
     """First, in the middle, alone. The comparison of weights had an IndexError where the first one has none."""
     ends = []
-    for compression in (Compression.none, everything(check_every=1), everything(scope="tensor", clip_norm=1e9)):
+    for compression in (Compression.none, everything(check_every=1), everything(clip_norm=1e9)):
         variables, optimizer = [keras.Variable(tf.ones(shape)) for shape in shapes], _wrapped(compression)
         for _ in range(3):
             optimizer.apply([tf.fill(shape, 1.0 + hvd.rank()) for shape in shapes], variables)

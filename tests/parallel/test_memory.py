@@ -61,7 +61,6 @@ def test_extra_memory_is_as_stated():
         "momentum": (8, _ours(Compression.dgc(), momentum=0.9)),
         "momentum and decay": (12, _ours(Compression.dgc(), momentum=0.9, weight_decay=1e-3)),
         "no momentum": (4, _ours(Compression.dgc())),
-        "tensor scope": (8, _ours(Compression.dgc(scope="tensor"), momentum=0.9)),
         "gaussian, 4 bits": (8, _ours(Compression.dgc(rule="gaussian", values="4bit"), momentum=0.9)),
     }
     for wrap in (_plain, *(wrap for _, wrap in forms.values())):

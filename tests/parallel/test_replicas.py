@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 each_number_of_ranks = pytest.mark.usefixtures("workers")
 COMPRESSIONS = {
     "dgc": Compression.dgc(0.01),
-    "dgc tensor bf16": Compression.dgc(0.01, scope="tensor", values="bf16"),
     "dgc fp16 clip warm-up": Compression.dgc(
         0.01, values="fp16", clip_norm=1.0, warmup=WarmupSchedule(steps=30), bucket_bytes=8192
     ),
@@ -27,8 +26,6 @@ COMPRESSIONS = {
     "sampled": Compression.sampled(0.01),
     "gaussian": Compression.gaussian(0.01),
     "gaussian dgc": Compression.dgc(0.01, rule="gaussian"),
-    "random": Compression.random(0.01),
-    "threshold": Compression.threshold(0.1, max_density=0.2),
 }
 
 
@@ -50,7 +47,7 @@ def test_replicas_identical_after_50_steps_of_every_rule(name):
     losses = train(model, optimizer, steps=50)
     assert sum(losses[-5:]) < sum(losses[:5]), "it does not learn"
     stats = optimizer.compression_stats()
-    most = {"threshold": 0.15, "dgc fp16 clip warm-up": 0.3}.get(name, 0.0115)
+    most = 0.3 if name == "dgc fp16 clip warm-up" else 0.0115
     assert 0.002 < stats["selected"] / stats["elements"] <= most, "it was dense or silent"
     assert stats["bytes_sent"] < 0.6 * stats["bytes_dense"]
     same_on_ranks(fingerprint(model))

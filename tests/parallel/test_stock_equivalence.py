@@ -96,9 +96,7 @@ OPTIONS: dict[str, Callable[[], float]] = {
     "two groups": lambda: _compare(_two_groups),
     "momentum by schedule": lambda: _compare(_sgd(), after=_momentum_by_schedule),
     "OneCycleLR": lambda: _compare(_sgd(), after=_one_cycle),
-    "tensor scope, 1-D too": lambda: _compare(
-        _sgd(), _ours(_everything(scope="tensor", compress_1d=True, bucket_bytes=4096))
-    ),
+    "1-D too": lambda: _compare(_sgd(), _ours(_everything(compress_1d=True, bucket_bytes=4096))),
     "compression none": lambda: _compare(_sgd(), _ours(Compression.none)),
     "topk preset": lambda: _compare(_sgd(weight_decay=1e-2), _ours(Compression.topk(1.0, **UNROUNDED))),
 }

@@ -28,7 +28,7 @@ def _adamw(model: Any) -> Any:
     ("compression", "make"),
     [
         pytest.param(_DGC(), momentum_sgd, id="dgc"),
-        pytest.param(_DGC(clip_norm=0.5, scope="tensor", values="4bit"), momentum_sgd, id="clipped, per tensor, 4bit"),
+        pytest.param(_DGC(clip_norm=0.5, values="4bit"), momentum_sgd, id="clipped, 4bit"),
         pytest.param(Compression.gaussian(0.05, min_numel=16), momentum_sgd, id="gaussian"),
         pytest.param(_DGC(), _adamw, id="AdamW"),
     ],

@@ -22,16 +22,15 @@ def same(kernels, config, **how):
 
 
 def config_for(rule, **fields):
-    extra = {"threshold": 3.0, "max_density": 0.05} if rule == "threshold" else {"density": 0.03}
-    return DGCConfig(rule=rule, **extra, **fields)
+    return DGCConfig(rule=rule, density=0.03, **fields)
 
 
 @pytest.mark.parametrize("kernels", EACH[1:])
 @pytest.mark.parametrize("values", VALUE_CODECS)
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_and_codec(rule, values, kernels):
-    for scope, accumulation in (("bucket", "Nesterov"), ("tensor", "momentum")):
-        assert same(kernels, config_for(rule, values=values, scope=scope), feeds=FEEDS[accumulation])
+    for accumulation in ("Nesterov", "momentum"):
+        assert same(kernels, config_for(rule, values=values), feeds=FEEDS[accumulation])
 
 
 @pytest.mark.parametrize("kernels", EACH[1:])

@@ -18,7 +18,6 @@ from dgc_horovod.schedule import density_at
         ({"density": float("nan")}, r"density must be in \(0, 1\], got nan"),
         ({"density": "0.1"}, r"density must be in \(0, 1\], got '0.1'"),
         ({"rule": "exakt"}, r"rule must be one of exact, sampled, .*, got 'exakt'; did you mean 'exact'\?"),
-        ({"scope": "layer"}, "scope must be one of bucket, tensor"),
         ({"values": "int8"}, "values must be one of fp32, fp16, bf16"),
         ({"clip_norm": 0}, "clip_norm must be a positive finite number or None, got 0"),
         ({"clip_norm": float("inf")}, "clip_norm must be a positive finite number"),
@@ -28,9 +27,6 @@ from dgc_horovod.schedule import density_at
         ({"offload": True}, "offload goes with Compression.local"),
         ({"automatic": True, "local_steps": 4}, "local_steps=4 does not go with auto"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
-        ({"threshold": 0.1}, "a threshold goes with rule='threshold'"),
-        ({"rule": "threshold"}, "a threshold goes with rule='threshold'"),
-        ({"rule": "threshold", "threshold": 1.0, "warmup": WarmupSchedule(steps=3)}, "warmup has no meaning"),
     ],
 )
 def test_bad_fields(fields, words):

@@ -34,13 +34,12 @@ FEEDS = {"residual": ErrorFeedback(), "momentum": MomentumCorrection(0.9), "nest
     kind=st.sampled_from(sorted(DATA)),
     sizes=st.lists(st.sampled_from([1, 2, 63, 100, 4097]), min_size=1, max_size=3),
     density=st.sampled_from([0.001, 0.05, 0.6, 1.0]),
-    scope=st.sampled_from(["bucket", "tensor"]),
     workers=st.sampled_from([1, 2, 3, 8]),
     seed=st.integers(0, 1000),
 )
-def test_conservation_and_equal_replicas(rule, backend, accumulation, kind, sizes, density, scope, workers, seed):
+def test_conservation_and_equal_replicas(rule, backend, accumulation, kind, sizes, density, workers, seed):
     """v_old + accumulated == sent + v_new, bit for bit in fp32, at every one of 12 steps."""
-    config = make_config(rule, density=density, scope=scope)
+    config = make_config(rule, density=density)
     engines = make_engines(config, backend, workers, *sizes)
     numel = sum(sizes)
     shadow = [[np.zeros(numel, np.float32), np.zeros(numel, np.float32)] for _ in engines]
@@ -194,13 +193,13 @@ def test_a_direction_by_a_shared_second_moment():
 
 
 def test_scale_and_random_source():
-    g = DATA["normal"](100, 0)
+    g = DATA["normal"](4096, 0)
     drawn = []
     for kernels in BACKENDS:
-        (engine,) = make_engines(make_config("random"), kernels, 1, 100)
+        (engine,) = make_engines(make_config("sampled"), kernels, 1, 4096)  # large enough that it does take a sample
         gradient = as_array(kernels, g)
         engine.add_gradient(0, gradient, ErrorFeedback())
-        assert engine.compress(0.25, 0, 0.1).count == 10
+        assert 328 <= engine.compress(0.25, 0, 0.1).count <= 410
         assert (as_numpy(kernels, gradient) == g).all(), "the gradient was written to"
         drawn.append(engine._sent.elements.positions.tolist())
         engine.rollback()

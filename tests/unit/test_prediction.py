@@ -11,7 +11,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.config import RULES
 from dgc_horovod.core.candidates import ResidualView, ThresholdPredictor
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.selection import SelectionContext, accepted_counts, select
+from dgc_horovod.core.selection import accepted_counts, select
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
@@ -25,23 +25,25 @@ NUMEL = 200_000
 @pytest.mark.parametrize("rule", RULES)
 def test_the_selection_is_the_same_for_every_threshold(rule, kind, kernels):
     x, k = DATA[kind](NUMEL, 3), 400
-    context = SelectionContext(lambda: np.random.default_rng(5), 2.5)
     array = as_array(kernels, x)
-    plain = select(rule, ResidualView(kernels, array, 7), k, context)
+
+    def generator():
+        return np.random.default_rng(5)
+
+    plain = select(rule, ResidualView(kernels, array), k, generator)
     sizes = np.sort(np.abs(x))[::-1]
     for rank in (k // 4, k - 1, k + 50, 4 * k, NUMEL - 1):  # a threshold too high, just right, too low
         candidate_threshold = max(float(sizes[rank]), 1e-30)
         candidates = kernels.at_least(array, candidate_threshold)
-        candidates = candidates._replace(positions=candidates.positions + np.int32(7))
-        chosen = select(rule, ResidualView(kernels, array, 7, candidates, candidate_threshold), k, context)
+        chosen = select(rule, ResidualView(kernels, array, candidates, candidate_threshold), k, generator)
         if rule == "gaussian":  # the threshold is a bracket of its search, which may end at another accepted count
             least, _ = accepted_counts(k)
             assert least <= chosen.values.size <= k
-            exact = ResidualView(kernels, array, 7).largest(chosen.values.size)
+            exact = ResidualView(kernels, array).largest(chosen.values.size)
             assert (np.abs(chosen.values).sum() == np.abs(exact.values).sum()).all()
         else:
             assert (chosen.positions == plain.positions).all() and (chosen.values == plain.values).all()
-        assert (chosen.values == x[chosen.positions - 7]).all()
+        assert (chosen.values == x[chosen.positions]).all()
 
 
 class _Counting(NativeKernels):
@@ -90,20 +92,6 @@ def test_a_steady_run_reads_the_bucket_once_a_step(rule, spread):
     assert 1 <= np.median(ratios) < 2.5
 
 
-def test_a_fixed_threshold_reads_the_bucket_once_a_step():
-    """0.1 is more in float32 than it is; the pass notes what reaches the one, the rule asks for the other."""
-    kernels = _Counting()
-    engine = make_engine(kernels, rule="threshold", threshold=0.1, max_density=0.002)
-    run(engine, 5, np.full(NUMEL, 4e-3))  # seldom reached
-    sent = engine._sent.elements.values
-    assert kernels.extra == 0 and 0 < sent.size < 400 and np.abs(sent).min() >= np.float32(0.1)
-    run(engine, 30, np.full(NUMEL, 0.02))  # reached by more than may be sent: the largest are
-    kernels.extra = 0
-    run(engine, 30, np.full(NUMEL, 0.02))
-    sent = engine._sent.elements.values
-    assert kernels.extra <= 3 and sent.size == 400 and np.abs(sent).min() > 0.2
-
-
 def test_prediction_recovers_from_gradients_that_jump():
     kernels = _Counting()
     engine = make_engine(kernels)
@@ -131,15 +119,15 @@ def test_nothing_the_size_of_a_bucket_is_allocated_after_the_first_steps():
 
 
 def test_predictor_alone():
-    predictor = ThresholdPredictor([1000, 1000], [10, 500])
-    assert predictor.thresholds == [np.inf, np.inf] and predictor.max_candidates == 1000
-    predictor.learn(0, 10, 1.0, 0)
-    assert 0.9 < predictor.thresholds[0] < 1 and predictor.thresholds[1] == np.inf
-    before = predictor.thresholds[0]
-    predictor.learn(0, 10, 1.0, 5)  # too few: it looks further down
-    assert predictor.thresholds[0] < before
-    predictor.learn(1, 10, 1.0, 0)
-    assert predictor.thresholds[1] == np.inf, "where half of everything is sent, candidates save nothing"
-    predictor.learn(0, 2, 1.0, 0)
-    assert predictor.thresholds[0] == np.inf, "after a step that sent little, nothing is guessed"
-    assert ThresholdPredictor([100], [5], threshold=0.25).thresholds == [0.25]
+    predictor, half = ThresholdPredictor(1000, 10), ThresholdPredictor(1000, 500)
+    assert predictor.threshold == half.threshold == np.inf
+    assert (predictor.max_candidates, half.max_candidates) == (1000, 0)
+    predictor.learn(10, 1.0, 0)
+    assert 0.9 < predictor.threshold < 1
+    before = predictor.threshold
+    predictor.learn(10, 1.0, 5)  # too few: it looks further down
+    assert predictor.threshold < before
+    half.learn(500, 1.0, 0)
+    assert half.threshold == np.inf, "where half of everything is sent, candidates save nothing"
+    predictor.learn(2, 1.0, 0)
+    assert predictor.threshold == np.inf, "after a step that sent little, nothing is guessed"

@@ -30,7 +30,7 @@ def test_every_field_has_one_variable_and_a_default_that_reads_as_it_is():
     assert resolve({"DGC_COMPRESSION": "dgc"}, {}).config == DGCConfig()
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "threshold"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_default_is_the_same_by_code_and_by_flag(name):
     assert getattr(Bare, name)().config == resolve({"DGC_COMPRESSION": name}, {}).config
 
@@ -127,15 +127,6 @@ def test_a_variable_that_means_nothing_is_noticed(monkeypatch):
     assert envvars.unknown() == {"DGC_DENSTY": "DGC_DENSITY"}
 
 
-def test_another_method_leaves_the_threshold_of_the_file_behind():
-    file = {"DGC_COMPRESSION": "threshold", "DGC_THRESHOLD": "0.01", "DGC_DENSITY": "0.02"}
-    assert resolve({}, {}, [("all.yaml", file)]).config.threshold == 0.01
-    job = resolve({"DGC_COMPRESSION": "dgc"}, {}, [("all.yaml", file)])
-    assert job.config == DGCConfig()
-    assert shown(job, "threshold") == "- default (0.01 of all.yaml is not used)"
-    assert resolve({"DGC_COMPRESSION": "dgc"}, {"DGC_THRESHOLD": "0.01"}).config == DGCConfig(), "it is for one method"
-
-
 # A cluster's file, as docs/clusters.md has it, and one with all that may go wrong beside another method
 EVERYONES = {"DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.001", "DGC_WARMUP_STEPS": "2000", "DGC_ALLOW_INACTIVE": "on"}
 FULL = {
@@ -149,8 +140,7 @@ FULL = {
 @pytest.mark.parametrize(
     "own",
     [
-        *({"DGC_COMPRESSION": name} for name in PRESETS if name not in ("dgc", "threshold")),
-        {"DGC_COMPRESSION": "threshold", "DGC_THRESHOLD": "0.01"},
+        *({"DGC_COMPRESSION": name} for name in PRESETS if name != "dgc"),
         {"DGC_COMPRESSION": "auto", "DGC_TOTAL_STEPS": "4000"},
         {"DGC_LOCAL_STEPS": "20"},
     ],
@@ -212,7 +202,6 @@ def shown(job, key):
         ({"DGC_WARMUP_FACTOR": "0.5"}, {}, "warmup_steps or warmup_epochs"),
         ({"DGC_WARMUP_STEPS": "0"}, {}, "dgcrun: --dgc-warmup-steps none"),
         ({"DGC_WARMUP_STEPS": "5", "DGC_WARMUP_EPOCHS": "5"}, {}, "either steps or epochs"),
-        ({"DGC_COMPRESSION": "threshold"}, {}, "threshold"),
         ({"DGC_COMPRESSION": "dgc"}, {"DGC_BACKEND": "cuda"}, "environment DGC_BACKEND"),
         ({"DGC_COMPRESSION": "dgc"}, {"DGC_ENABLED": "perhaps"}, "enabled must be on or off"),
         ({"DGC_COMPRESSION": ""}, {}, "flag --compression: method is empty"),

@@ -171,7 +171,7 @@ def test_pairs_are_averaged_and_single_ranks_copied():
 
 
 @each_backend
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.sets_density])
+@pytest.mark.parametrize("rule", RULES)
 def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
     config = DGCConfig(density=0.01, rule=rule, values="fp32")
     bucket = Bucket(0, (Segment("a", 0, 3000), Segment("b", 3000, 2000)))

@@ -105,8 +105,7 @@ def test_memory_is_used_again_only_when_nobody_holds_it():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
-    call = getattr(Compression, name)
-    compression = call(0.5) if name == "threshold" else call()
+    compression = getattr(Compression, name)()
     assert isinstance(compression, Compressor)
     assert {field: getattr(compression.config, field) for field in PRESETS[name]} == PRESETS[name]
     with pytest.raises(UnsupportedUse, match=r"from dgc_horovod\.tensorflow import DistributedOptimizer"):

@@ -31,13 +31,11 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
 def test_presets():
     for name, fields in PRESETS.items():
-        call = getattr(Compression, name)
-        compression = call(0.5) if name == "threshold" else call()
+        compression = getattr(Compression, name)()
         assert isinstance(compression, Compressor)
         assert {field: getattr(compression.config, field) for field in fields} == fields
     assert Compression.topk().config == DGCConfig(momentum_correction=False, factor_masking=False)
     assert Compression.dgc().config == DGCConfig() and Compression.dgc().config.density == 0.001
-    assert Compression.threshold(0.5, max_density=0.2).config.final_density == 0.2
 
 
 def test_process_sets_that_are_gone_mean_that_another_rank_has_ended():
@@ -72,16 +70,8 @@ def test_every_strategy_that_a_setting_selects_is_a_file():
 
 def test_every_preset_takes_every_field():
     schedule = WarmupSchedule(steps=10)
-    config = Compression.dgc(
-        0.01, rule="gaussian", values="bf16", clip_norm=2.0, warmup=schedule, scope="tensor"
-    ).config
-    assert (config.rule, config.values, config.clip_norm, config.warmup, config.scope) == (
-        "gaussian",
-        "bf16",
-        2.0,
-        schedule,
-        "tensor",
-    )
+    config = Compression.dgc(0.01, rule="gaussian", values="bf16", clip_norm=2.0, warmup=schedule).config
+    assert (config.rule, config.values, config.clip_norm, config.warmup) == ("gaussian", "bf16", 2.0, schedule)
     with pytest.raises(ConfigError, match="did you mean 'clip_norm'"):
         Compression.topk(0.01, clip_nrm=2.0)
     with pytest.raises(ConfigError, match="density must be in"):

@@ -26,7 +26,7 @@ from dgc_horovod.kernels.triton.memory import Recorded
 from tests.helpers.jobs import ROOT
 
 # The interpreter takes seconds for each; on a GPU `scripts/gpu_check` runs all.
-QUICK = ("rule exact, per tensor", "values 8bit", "under way together", "sums", "measurements")
+QUICK = ("rule exact", "values 8bit", "under way together", "sums", "measurements")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from dgc_horovod.kernels.contract import (
     CHUNK,
     COMPILED_VALUES,
     NO_ELEMENTS,
-    RANGE,
     AccumulateResult,
     Array,
     Elements,
@@ -126,12 +125,13 @@ class NativeKernels(NumpyArrays, Kernels):
 
     def accumulate(self, gradients: NativeGradients, state: State, scale: float, search: Search) -> AccumulateResult:
         if gradients.scratch is None:
-            gradients.scratch = Scratch(gradients.bucket.numel, len(search.ranges))
+            gradients.scratch = Scratch(gradients.bucket.numel)
         v, left = state.take()
         scratch, what = gradients.scratch, (gradients.table, state.u, scale, left)
         bad = self._library.dgc_pass(*self._arguments(scratch, v, search, *what))
         gradients.arrays = [None] * len(gradients.arrays)
-        return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, scratch.count, scratch.elements())
+        found = scratch.count, scratch.elements(), scratch.sums if search.wants_sums else None
+        return AccumulateResult(not bad & _BAD_GRADIENT, not bad & _BAD_RESIDUAL, *found)
 
     def _arguments(
         self,
@@ -146,13 +146,9 @@ class NativeKernels(NumpyArrays, Kernels):
         """Return the arguments of `dgc_pass`: addresses, whose memory the caller keeps alive."""
         scratch.make_room(search.max_candidates)
         return (
-            address(v), address(u), address(segments), len(segments), scale, address(search.ranges),
-            len(search.ranges), *map(address, left), left.values.size, search.wants_sums, address(scratch.found),
-            self.threads,
+            address(v), v.size, address(u), address(segments), len(segments), scale, search.threshold,
+            *map(address, left), left.values.size, search.wants_sums, address(scratch.found), self.threads,
         )  # fmt: skip
-
-    def _range(self, x: np.ndarray, candidate_threshold: float) -> np.ndarray:
-        return np.array([(0, x.size, 0.0, 0.0, candidate_threshold, 0)], RANGE)
 
     # -- reading v
 
@@ -170,19 +166,19 @@ class NativeKernels(NumpyArrays, Kernels):
         return out
 
     def sampled_sums(self, x: np.ndarray) -> tuple[float, float]:
-        scratch, range_ = Scratch(x.size, 1), self._range(x, np.inf)
-        self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, 0, True)))
-        return float(range_["sum"][0]), float(range_["squares"][0])
+        scratch = Scratch(x.size)
+        self._library.dgc_pass(*self._arguments(scratch, x, Search(np.inf, 0, True)))
+        return scratch.sums
 
     def count_at_least(self, x: np.ndarray, threshold: float) -> int:
         return self._library.dgc_count_at_least(address(x), x.size, threshold, self.threads)
 
     def at_least(self, x: np.ndarray, threshold: float) -> Elements:
-        scratch, range_ = Scratch(x.size, 1), self._range(x, threshold)
+        scratch = Scratch(x.size)
         room = min(x.size, x.size // 16 + CHUNK)
-        self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, room, False)))
+        self._library.dgc_pass(*self._arguments(scratch, x, Search(threshold, room, False)))
         if scratch.elements() is None:
-            self._library.dgc_pass(*self._arguments(scratch, x, Search(range_, scratch.count, False)))
+            self._library.dgc_pass(*self._arguments(scratch, x, Search(threshold, scratch.count, False)))
         found = scratch.elements()
         assert found is not None
         return found

@@ -18,7 +18,7 @@ from dgc_horovod.kernels.reference import ListedGradients, ListedOutputs
 from dgc_horovod.wire.bucket import Bucket
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_INTERFACE = 10  # of dispatch.cpp
+_INTERFACE = 11  # of dispatch.cpp
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_interface": (_INT, ()),
     "dgc_use_openmp": (None, (_POINTER,)),
@@ -26,7 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_use_instructions": (_INT, (ctypes.c_char_p,)),
     "dgc_pass": (
         _INT,
-        (*[_POINTER] * 3, _LONG, _FLOAT, _POINTER, _LONG, *[_POINTER] * 2, _LONG, _INT, _POINTER, _LONG),
+        (_POINTER, _LONG, *[_POINTER] * 2, _LONG, *[_FLOAT] * 2, *[_POINTER] * 2, _LONG, _INT, _POINTER, _LONG),
     ),
     "dgc_sums": (None, (_POINTER, _LONG, _POINTER, _LONG, _POINTER)),
     "dgc_measure": (None, (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER)),
@@ -154,7 +154,7 @@ FOUND = np.dtype(
     [(name, np.uintp) for name in ("positions", "values", "loose_positions", "loose_values")]
     + [("capacity", np.int64)]
     + [(name, np.uintp) for name in ("chunk_at", "chunk_count", "chunk_sums")]
-    + [("count", np.int64)]
+    + [("count", np.int64), ("sum", np.float64), ("squares", np.float64)]
 )
 TARGET = np.dtype([("out", np.uintp), ("start", np.int64), ("numel", np.int64)])
 CONTRIBUTION = np.dtype([("positions", np.uintp), ("values", np.uintp), ("count", np.int64)])
@@ -175,8 +175,8 @@ def address(array: Array | None) -> int | None:
 class Scratch:
     """Reusable memory for the candidates and sums of passes over vectors of up to `numel` elements."""
 
-    def __init__(self, numel: int, ranges: int) -> None:
-        chunks = numel // CHUNK + 1 + ranges
+    def __init__(self, numel: int) -> None:
+        chunks = numel // CHUNK + 1
         self._chunks: list[np.ndarray] = [np.empty(chunks, np.int64), np.empty(chunks, np.int32)]
         self._chunks.append(np.empty(2 * chunks, np.float64))
         self.found = np.zeros(1, FOUND)
@@ -188,6 +188,11 @@ class Scratch:
     def count(self) -> int:
         """Number of elements found."""
         return int(self.found["count"][0])
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Sum and sum of squares, if they were wanted."""
+        return float(self.found["sum"][0]), float(self.found["squares"][0])
 
     def elements(self) -> Elements | None:
         """Return the elements found, or None if they exceed the capacity."""

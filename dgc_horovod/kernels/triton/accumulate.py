@@ -55,10 +55,10 @@ def factors_of(factors, segment):
 
 @triton.jit(do_not_specialize=["max_candidates"])
 def accumulate(
-    v, u, gradients, factors, starts, spread, thresholds, numbers, report, positions, values, bases, counts,
+    v, u, gradients, factors, starts, spread, threshold, numbers, report, positions, values, bases, counts,
     histogram, numel, max_candidates, FEED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """``v += accumulate(g)``; list the elements that reach their segment's threshold.
+    """``v += accumulate(g)``; list the elements that reach the threshold.
 
     Args:
         v, u: state of the bucket, flat float32.
@@ -66,7 +66,7 @@ def accumulate(
         factors: of a shared second moment, int64, FACTORS a segment.
         starts: position of each segment's first element, int32, followed by the end of the bucket.
         spread: first and last segment that have elements in each block, int32, two a block.
-        thresholds: smallest magnitude that makes a candidate, float32, one a segment; infinity: none.
+        threshold: smallest magnitude that makes a candidate, one float32; infinity: none.
         numbers: scale and hyper-parameters of this step, float32, at the indices above.
         report: report of the step, int32; FLAGS and NOTED are added to.
         positions, values: candidates, int32 and float32, at most `max_candidates`; others are only counted.
@@ -83,12 +83,12 @@ def accumulate(
     inside = at < numel
     # loaded before the gradient, whose address takes two loads
     scale, momentum = tl.load(numbers + SCALE), tl.load(numbers + MOMENTUM)
+    least = size_of(tl.load(threshold))
     kept = tl.load(v + at, mask=inside, other=0.0)
     if FEED == MOMENTUM_FEED or FEED == NESTEROV_FEED:
         moved = tl.load(u + at, mask=inside, other=0.0)
     g = tl.zeros([BLOCK], tl.float32)
     row, column = g, g
-    candidate_threshold = tl.full([BLOCK], 0, tl.int32)
     for segment in range(tl.load(spread + 2 * block), tl.load(spread + 2 * block + 1) + 1):
         start, end = tl.load(starts + segment), tl.load(starts + segment + 1)
         gradient = tl.load(gradients + segment).to(tl.pointer_type(tl.float32))
@@ -101,7 +101,6 @@ def accumulate(
             place = (at - start).to(tl.int64) + offset
             row = tl.where(here, tl.load(rows + place // width, mask=here, other=0.0), row)
             column = tl.where(here, tl.load(columns + place % width, mask=here, other=0.0), column)
-        candidate_threshold = tl.where(here, size_of(tl.load(thresholds + segment)), candidate_threshold)
     sound = is_finite(g)
     g = tl.where(sound, g, 0.0) * scale
 
@@ -121,7 +120,7 @@ def accumulate(
 
     left = inside & ~is_finite(kept)
     size = size_of(kept)
-    num_candidates = (inside & (size >= candidate_threshold) & (size != 0)).to(tl.int32)
+    num_candidates = (inside & (size >= least) & (size != 0)).to(tl.int32)
     # one sum for all counts: each sum costs the program a wait
     seen = tl.sum(num_candidates + ((~sound | left).to(tl.int32) << 16))
     count = seen & 0xFFFF
@@ -135,7 +134,7 @@ def accumulate(
         fits = (num_candidates != 0) & (place < max_candidates)
         tl.store(positions + place, at, mask=fits)
         tl.store(values + place, kept, mask=fits)
-        height = tl.minimum((size - candidate_threshold) >> FINE_BITS, BINS - 1)
+        height = tl.minimum((size - least) >> FINE_BITS, BINS - 1)
         tl.atomic_add(histogram + height, 1, mask=num_candidates != 0, sem="relaxed")
     tl.store(bases + block, base)
     tl.store(counts + block, count)

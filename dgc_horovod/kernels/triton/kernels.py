@@ -61,20 +61,17 @@ class TritonKernels(TorchEagerKernels):
         assert isinstance(gradients, TritonGradients)
         if not gradients.alike:
             return super().accumulate(gradients, state, scale, search)
-        board, ranges = gradients.board, search.ranges
+        board = gradients.board
         gradients.make_room(search.max_candidates)
         board.zero_()
-        range_of = np.searchsorted(ranges["start"], [part.start for part in gradients.bucket.segments], "right") - 1
-        form = gradients.prepare(scale, ranges["threshold"][range_of])
+        form = gradients.prepare(scale, search.threshold)
         with using(self.device):
             gradients.settings.send()
             gradients.launch(form, state, board[:REPORT], board[REPORT:])
-        for part in ranges if search.wants_sums else ():
-            start = int(part["start"])
-            part["sum"], part["squares"] = self.sampled_sums(state.v[start : start + int(part["numel"])])
+        sums = self.sampled_sums(state.v) if search.wants_sums else None
         report = board[:REPORT].cpu().numpy()
         gradients.arrays = [None] * len(gradients.arrays)
-        return gradients.result(report)
+        return gradients.result(report, sums)
 
     def measure(self, x: torch.Tensor, offset: int, signs: torch.Tensor) -> torch.Tensor:
         """See `contract`. Two launches."""

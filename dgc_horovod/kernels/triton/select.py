@@ -30,12 +30,12 @@ def _bin_of(histogram, k, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["k", "max_candidates"])
-def refine(values, thresholds, report, histogram, fine, k, max_candidates):
+def refine(values, threshold, report, histogram, fine, k, max_candidates):
     """Count the candidates in the bin of the k-th largest by their lower bits.
 
     Args:
         values: values of the candidates, float32.
-        thresholds: smallest magnitude of a candidate, float32; the first is used for the whole bucket.
+        threshold: smallest magnitude of a candidate, one float32.
         report: report of the pass; NOTED is read.
         histogram, fine: counts by upper and by lower bits, BINS and FINE_BINS of int32; `fine` is added to.
     """
@@ -43,7 +43,7 @@ def refine(values, thresholds, report, histogram, fine, k, max_candidates):
     at = tl.program_id(0) * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
     if (num_candidates >= k) & (num_candidates <= max_candidates) & (tl.program_id(0) * LIST_BLOCK < num_candidates):
         found, _ = _bin_of(histogram, k, BINS)
-        height = size_of(tl.load(values + at, mask=at < num_candidates, other=0.0)) - size_of(tl.load(thresholds))
+        height = size_of(tl.load(values + at, mask=at < num_candidates, other=0.0)) - size_of(tl.load(threshold))
         inside = (at < num_candidates) & (tl.minimum(height >> FINE_BITS, BINS - 1) == found)
         tl.atomic_add(fine + (height & (FINE_BINS - 1)), 1, mask=inside, sem="relaxed")
 
@@ -51,7 +51,7 @@ def refine(values, thresholds, report, histogram, fine, k, max_candidates):
 @triton.jit(do_not_specialize=["k", "max_candidates", "blocks"])
 def count(
     values,
-    thresholds,
+    threshold,
     report,
     histogram,
     fine,
@@ -80,7 +80,7 @@ def count(
     ready = (
         (num_candidates >= k) & (num_candidates <= max_candidates) & (found < BINS - 1) & (tl.load(report + FLAGS) == 0)
     )
-    least = size_of(tl.load(thresholds)) + (found << FINE_BITS) + fine_found
+    least = size_of(tl.load(threshold)) + (found << FINE_BITS) + fine_found
     if group == 0:
         tl.store(report + READY, ready.to(tl.int32))
         tl.store(report + LEAST, least)

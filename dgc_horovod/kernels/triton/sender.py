@@ -74,7 +74,7 @@ class TritonGradients(ListedGradients):
             {
                 "gradients": (torch.int64, segments),
                 "factors": (torch.int64, FACTORS.value * segments),
-                "thresholds": (torch.float32, segments),
+                "threshold": (torch.float32, 1),
                 "numbers": (torch.float32, _NUMBERS),
                 "header": (torch.int32, HEADER_WORDS.value),  # of the packet, if one is written
             },
@@ -97,16 +97,16 @@ class TritonGradients(ListedGradients):
         how: list[Any] = [each.bound if isinstance(each, SharedMoment) else each for each in self.accumulations]
         return how.count(how[0]) == len(how)
 
-    def prepare(self, scale: float, thresholds: float | np.ndarray) -> Form:
-        """Write the step's addresses, thresholds and numbers to `settings`, still to be sent; gradients are `alike`.
+    def prepare(self, scale: float, threshold: float) -> Form:
+        """Write the step's addresses, threshold and numbers to `settings`, still to be sent; gradients are `alike`.
 
         Args:
             scale: see `Kernels.accumulate`.
-            thresholds: smallest magnitude that makes a candidate, of all segments or of each; infinity: none.
+            threshold: smallest magnitude that makes a candidate; infinity: none.
         """
         host, feed, how = self.settings.host, RESIDUAL_FEED, self.accumulations[0]
         host["gradients"][:] = addresses(self.arrays)
-        host["thresholds"][:] = thresholds
+        host["threshold"][:] = threshold
         host["numbers"][SCALE.value] = scale
         if isinstance(how, MomentumCorrection) and how.momentum:
             feed = NESTEROV_FEED if how.nesterov else MOMENTUM_FEED
@@ -131,20 +131,21 @@ class TritonGradients(ListedGradients):
         u = state.v if state.u is None else state.u
         given = self.settings.device
         accumulate[(self.map.blocks,)](
-            state.v, u, given["gradients"], given["factors"], self.map.starts, self.map.spread, given["thresholds"],
+            state.v, u, given["gradients"], given["factors"], self.map.starts, self.map.spread, given["threshold"],
             given["numbers"], report, self.positions,
             self.values, self.bases, self.counts, histogram, self.bucket.numel, self.max_candidates,
             FEED=form.feed, ALIGNED=form.aligned, num_warps=WARPS,
             **EXACT,
         )  # fmt: skip
 
-    def result(self, report: np.ndarray) -> AccumulateResult:
+    def result(self, report: np.ndarray, sums: tuple[float, float] | None = None) -> AccumulateResult:
         """Return the result of the pass from its report; candidates, fetched here, only if all numbers are finite."""
         flags, count, candidates = int(report[FLAGS.value]), int(report[NOTED.value]), None
         if not flags and count <= self.max_candidates:
             positions, order = torch.sort(self.positions[:count])
             candidates = Elements(positions.cpu().numpy(), self.values[:count][order].cpu().numpy())
-        return AccumulateResult(not flags & BAD_GRADIENT.value, not flags & BAD_RESIDUAL.value, count, candidates)
+        bad_gradient, bad_residual = flags & BAD_GRADIENT.value, flags & BAD_RESIDUAL.value
+        return AccumulateResult(not bad_gradient, not bad_residual, count, candidates, sums)
 
 
 _WORD = 4  # bytes
@@ -278,15 +279,15 @@ class TritonSender:
 
     def _select(self, taken: TritonGradients) -> None:
         k, max_candidates, blocks = self.wire.capacity, taken.max_candidates, taken.map.blocks
-        thresholds = taken.settings.device["thresholds"]
+        threshold = taken.settings.device["threshold"]
         refine[(triton.cdiv(max_candidates, LIST_BLOCK.value),)](
-            taken.values, thresholds, self._report, self._histogram, self._fine, k, max_candidates, **EXACT
+            taken.values, threshold, self._report, self._histogram, self._fine, k, max_candidates, **EXACT
         )
         per_block = taken.bases, taken.counts, self._larger, self._equal, self._larger_sums, self._equal_sums
         groups = (triton.cdiv(blocks, GROUP.value),)
         count[groups](
             taken.values,
-            thresholds,
+            threshold,
             self._report,
             self._histogram,
             self._fine,

@@ -172,12 +172,12 @@ class BucketRun:
         """Possible collectives of each round, by form; None: the round may not exist."""
         config, engine = self.engine.config, self.engine
         if envvars.horovod_elastic():
-            wire = engine.spec(config.final_density).wire
+            wire = engine.spec(config.density).wire
             owners = config.shards or (config.exchange == AUTO and config.max_bytes_per_step is not None)
             allowed = [each for each in IMPLEMENTATIONS.values() if owners or not each.keeps_remainder]
             possible = [exchange.rounds_of(wire, engine.workers) for exchange in allowed]
         else:
-            possible = [engine.spec(density).rounds for density in densities(config.final_density, config.warmup)]
+            possible = [engine.spec(density).rounds for density in densities(config.density, config.warmup)]
         most = max(map(len, possible))
         found: list[dict[_Form, Round | None]] = [{} for _ in range(most)]
         for rounds in possible:

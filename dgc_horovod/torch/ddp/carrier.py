@@ -111,7 +111,7 @@ class GroupCarrier(Carrier):
             return
         with self._lock:
             if exchange.steps != self._compared_at:
-                is_final = exchange.density() == exchange.config.final_density
+                is_final = exchange.density() == exchange.config.density
                 if not (self._all_are_through and is_final):
                     _compare_densities(exchange)
                 self._compared_at, self._all_are_through = exchange.steps, is_final

@@ -43,14 +43,6 @@ struct Segment {
     int32_t unused;
 };
 
-// A range of a bucket from which elements are selected; sum and squares are filled in.
-struct Range {
-    int64_t start, numel;
-    double sum, squares;
-    float threshold;  // elements of at least this magnitude are candidates; infinity: none
-    int32_t unused;
-};
-
 // The results of a pass over a bucket.
 struct Found {
     int32_t* positions;  // of the candidates, ascending, and the values there
@@ -62,6 +54,7 @@ struct Found {
     int32_t* chunk_count;
     double* chunk_sums;   // per chunk: sum, sum of squares
     int64_t count;        // out: number of candidates; if more than `capacity`, none may be used
+    double sum, squares;  // out: of the chunks that are summed
 };
 
 // The output of one parameter's part of the update.

@@ -29,7 +29,7 @@ const Instructions& instructions() { return *chosen; }
 }  // namespace dgc
 
 // Increased with every change of this interface, so that a library of another version is not used.
-DGC_API int32_t dgc_interface() { return 10; }
+DGC_API int32_t dgc_interface() { return 11; }
 
 DGC_API const char* dgc_instructions() { return dgc::instructions().name; }
 

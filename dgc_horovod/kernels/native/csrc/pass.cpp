@@ -7,7 +7,7 @@
 namespace dgc {
 namespace {
 
-int64_t chunks_of(const Range& range) { return (range.numel + kChunk - 1) / kChunk; }
+int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 // Only some chunks are summed (Kernels.sampled_sums), for a first guess: the sums of all would cost half as much time
 // as the pass itself.
@@ -20,12 +20,11 @@ constexpr int32_t kMany = 24;  // candidates of a chunk, see `note`
 
 struct Pass {
     float* v;
+    int64_t numel;
     float* u;
     const Segment* segments;
     int64_t num_segments;
-    float scale;
-    Range* ranges;
-    int64_t num_ranges;
+    float scale, threshold;  // elements of at least this magnitude are candidates; infinity: none
     const int32_t* left_at;  // positions, and values that v gets there before anything is added
     const float* left;
     int64_t num_left;
@@ -38,11 +37,12 @@ struct Pass {
 };
 
 // The pieces of segments in [start, end); `segment` is the first segment before, and the last afterwards.
-int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float threshold, int64_t& segment, Hits& hits) {
+int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, int64_t& segment, Hits& hits) {
     const Instructions& code = instructions();
     if (!pass.num_segments) {
         const Segment look{};
-        const Piece piece{nullptr, pass.v + start, nullptr, end - start, (int32_t)start, 1.0f, threshold, 1.0f, nullptr};
+        const Piece piece{nullptr, pass.v + start,  nullptr, end - start, (int32_t)start,
+                          1.0f,    pass.threshold, 1.0f,    nullptr};
         return code.update(look, piece, hits);
     }
     int32_t bad = 0;
@@ -62,7 +62,7 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
                           stop - at,
                           (int32_t)at,
                           pass.scale,
-                          threshold,
+                          pass.threshold,
                           how.rows ? how.rows[row] : 1.0f,
                           how.columns ? how.columns + column : nullptr};
         bad |= code.update(how, piece, hits);
@@ -74,45 +74,38 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, float thresh
 
 // A part of a chunk: makes deferred writes to v, from `next` of `left` on, then accumulates the gradients. Page by
 // page, as far as memory has been prefetched: writing a whole chunk would wait for its lines.
-int32_t update_run(const Pass& pass, int64_t start, int64_t end, float threshold, int64_t& next, int64_t& segment,
-                   Hits& hits) {
+int32_t update_run(const Pass& pass, int64_t start, int64_t end, int64_t& next, int64_t& segment, Hits& hits) {
     int32_t bad = 0;
     for (int64_t at = start; at < end; at += kAhead) {
         const int64_t stop = at + kAhead < end ? at + kAhead : end;
         for (; next < pass.num_left && pass.left_at[next] < stop; next++) pass.v[pass.left_at[next]] = pass.left[next];
-        bad |= update_pieces(pass, at, stop, threshold, segment, hits);
+        bad |= update_pieces(pass, at, stop, segment, hits);
     }
     return bad;
 }
 
-// The chunks [first, last) of all ranges counted through.
+// The chunks [first, last) of the bucket.
 void run_chunks(Pass& pass, int64_t first, int64_t last) {
     Hits hits;
     int32_t bad = 0;
-    int64_t segment = 0, chunk = 0, next_left = -1;
-    for (int64_t s = 0; s < pass.num_ranges && chunk < last; s++) {
-        const Range& range = pass.ranges[s];
-        const int64_t skipped = first > chunk ? first - chunk : 0, chunks = chunks_of(range);
-        const int64_t stride = sum_stride(chunks);
-        for (int64_t i = skipped; i < chunks && chunk + i < last; i++) {
-            const int64_t start = range.start + i * kChunk;
-            const int64_t numel = range.numel - i * kChunk < kChunk ? range.numel - i * kChunk : kChunk;
-            if (next_left < 0) next_left = first_from(pass.left_at, pass.num_left, start);
-            hits.many = hits.count >= kMany;  // as in the chunk before
-            hits.count = 0;
-            bad |= update_run(pass, start, start + numel, above_zero(range.threshold), next_left, segment, hits);
-            if (pass.want_sums && i % stride == 0) {
-                instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk + i / stride));
-            }
-            const int64_t at = hits.count ? pass.filled.fetch_add(hits.count, std::memory_order_relaxed) : 0;
-            pass.found->chunk_at[chunk + i] = at;
-            pass.found->chunk_count[chunk + i] = hits.count;
-            if (hits.count && at + hits.count <= pass.found->capacity) {
-                memcpy(pass.positions + at, hits.positions, 4 * hits.count);
-                for (int32_t j = 0; j < hits.count; j++) pass.values[at + j] = pass.v[hits.positions[j]];
-            }
+    int64_t segment = 0, next_left = first_from(pass.left_at, pass.num_left, first * kChunk);
+    const int64_t stride = sum_stride(chunks_of(pass.numel));
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        const int64_t start = chunk * kChunk;
+        const int64_t numel = pass.numel - start < kChunk ? pass.numel - start : kChunk;
+        hits.many = hits.count >= kMany;  // as in the chunk before
+        hits.count = 0;
+        bad |= update_run(pass, start, start + numel, next_left, segment, hits);
+        if (pass.want_sums && chunk % stride == 0) {
+            instructions().sums(pass.v + start, numel, pass.found->chunk_sums + 2 * (chunk / stride));
         }
-        chunk += chunks;
+        const int64_t at = hits.count ? pass.filled.fetch_add(hits.count, std::memory_order_relaxed) : 0;
+        pass.found->chunk_at[chunk] = at;
+        pass.found->chunk_count[chunk] = hits.count;
+        if (hits.count && at + hits.count <= pass.found->capacity) {
+            memcpy(pass.positions + at, hits.positions, 4 * hits.count);
+            for (int32_t j = 0; j < hits.count; j++) pass.values[at + j] = pass.v[hits.positions[j]];
+        }
     }
     pass.bad.fetch_or(bad, std::memory_order_relaxed);
 }
@@ -144,35 +137,28 @@ using namespace dgc;
 
 // See Kernels.accumulate; Without segments it only reads v. First, v is set to `left` at the
 // ascending positions `left_at`. Returns Bad flags.
-DGC_API int32_t dgc_pass(float* v, float* u, const Segment* segments, int64_t num_segments, float scale, Range* ranges,
-                         int64_t num_ranges, const int32_t* left_at, const float* left, int64_t num_left,
+DGC_API int32_t dgc_pass(float* v, int64_t numel, float* u, const Segment* segments, int64_t num_segments, float scale,
+                         float threshold, const int32_t* left_at, const float* left, int64_t num_left,
                          int32_t want_sums, Found* found, int64_t threads) {
-    Pass pass{v,    u,        segments,       num_segments, scale,   ranges, num_ranges, left_at,
-              left, num_left, want_sums != 0, found,        nullptr, nullptr};
-    int64_t chunks = 0, numel = 0;
-    for (int64_t s = 0; s < num_ranges; s++) {
-        chunks += chunks_of(ranges[s]);
-        numel += ranges[s].numel;
-    }
-    const int64_t parts = parts_of(numel, threads);
+    Pass pass{v,       numel, u,        segments,       num_segments, scale,   above_zero(threshold),
+              left_at, left,  num_left, want_sums != 0, found,        nullptr, nullptr};
+    const int64_t chunks = chunks_of(numel), parts = parts_of(numel, threads);
     pass.positions = parts > 1 ? found->loose_positions : found->positions;
     pass.values = parts > 1 ? found->loose_values : found->values;
     in_parts(parts, [&](int64_t part) { run_chunks(pass, chunks * part / parts, chunks * (part + 1) / parts); });
     found->count = pass.filled;
     if (parts > 1 && found->count <= found->capacity) order(*found, chunks);
-    double* sums = found->chunk_sums;
-    for (int64_t s = 0; want_sums && s < num_ranges; s++) {
-        const int64_t all = chunks_of(ranges[s]), stride = sum_stride(all);
-        ranges[s].sum = add_up(sums, (all + stride - 1) / stride, 0);
-        ranges[s].squares = add_up(sums, (all + stride - 1) / stride, 1);
-        sums += 2 * all;
+    if (want_sums) {
+        const int64_t stride = sum_stride(chunks), summed = (chunks + stride - 1) / stride;
+        found->sum = add_up(found->chunk_sums, summed, 0);
+        found->squares = add_up(found->chunk_sums, summed, 1);
     }
     return pass.bad;
 }
 
 // See Kernels.sums; `chunk_sums` has room for two sums a chunk.
 DGC_API void dgc_sums(const float* x, int64_t numel, double* chunk_sums, int64_t threads, double* out) {
-    const int64_t chunks = (numel + kChunk - 1) / kChunk, parts = parts_of(numel, threads);
+    const int64_t chunks = chunks_of(numel), parts = parts_of(numel, threads);
     in_parts(parts, [&](int64_t part) {
         for (int64_t i = chunks * part / parts; i < chunks * (part + 1) / parts; i++) {
             const int64_t left = numel - i * kChunk;
