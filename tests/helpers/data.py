@@ -15,7 +15,6 @@ from dgc_horovod.kernels.torch_eager import TorchEagerKernels
 BACKENDS: list[Any] = [ReferenceKernels(), TorchEagerKernels("cpu"), NativeKernels()]
 # As parameters of a test: what torch does alike is a slow test, but for a few rows.
 EACH = [pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name == "torch_eager")) for k in BACKENDS]
-each_backend = pytest.mark.parametrize("kernels", EACH)
 
 
 def _drawn(draw: Callable[[np.random.Generator, int], Any]) -> Callable[[int, int], np.ndarray]:

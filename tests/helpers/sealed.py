@@ -66,16 +66,21 @@ def places(record: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(value, (*path, key))
 
 
+def there(record: Any, path: tuple[Any, ...]) -> Any:
+    """What stands at `path`."""
+    for key in path:
+        record = record[key]
+    return record
+
+
 def replaced(record: Any, path: tuple[Any, ...], junk: Any) -> Any:
     """A copy of `record` with `junk` at `path`."""
     made = copy.deepcopy(record)
-    there = made
-    for key in path[:-1]:
-        there = there[key]
+    place = there(made, path[:-1])
     if junk is GONE:
-        del there[path[-1]]
+        del place[path[-1]]
     else:
-        there[path[-1]] = junk
+        place[path[-1]] = junk
     return made
 
 

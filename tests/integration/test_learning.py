@@ -159,7 +159,7 @@ def _counts(run: Run) -> list[float]:
     def watch(ranks, step, loss):
         nonlocal selected_before
         exchange = ranks.exchange
-        density = density_at(exchange.config.final_density, exchange.config.warmup, exchange.counts.steps - 1)
+        density = density_at(exchange.config.density, exchange.config.warmup, exchange.counts.steps - 1)
         sizes = [each.bucket.numel for each in exchange.engines if not each.bucket.uncompressed]
         found.append((exchange.counts.selected - selected_before) / sum(count_for(size, density) for size in sizes))
         selected_before = exchange.counts.selected

@@ -30,13 +30,24 @@ def server():
     server.close()
 
 
-def hold_all(server, workers, absent=(), seconds=2.0):
+@pytest.fixture
+def address(server) -> str:
+    """Of the server, with its key."""
+    return f"{server.key}@{server.place(['127.0.0.1'])}"
+
+
+@pytest.fixture
+def board(address) -> StatusBoard:
+    return StatusBoard([address])
+
+
+def hold_all(address, workers, absent=(), seconds=2.0):
     """What each rank's activation check ends with: None, or its error."""
     ended: dict[int, BaseException | None] = {}
 
     def one(rank):
         try:
-            view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
+            view = StatusBoard([address])
             view.put(reports_module.present(0, rank), "here")
             count = reports_module._count if rank == 0 else reports_module._await_verdict
             found = count(view, 0, workers, seconds)
@@ -53,17 +64,17 @@ def hold_all(server, workers, absent=(), seconds=2.0):
 
 
 @pytest.mark.parametrize("workers", [2, 128])
-def test_all_here(server, workers):
+def test_all_here(address, workers):
     start = time.monotonic()
-    ended = hold_all(server, workers, seconds=30)
+    ended = hold_all(address, workers, seconds=30)
     assert len(ended) == workers and not any(ended.values()) and time.monotonic() - start < 25
 
 
 @pytest.mark.parametrize("absent", [{3}, {0}, {0, 2}])
-def test_whoever_is_absent_is_named_to_everybody(server, absent, monkeypatch):
+def test_whoever_is_absent_is_named_to_everybody(address, absent, monkeypatch):
     monkeypatch.setenv("DGC_HOSTS", "a:2,b:2")
     named = ", ".join(f"rank {rank} ({'aabb'[rank]})" for rank in sorted(absent))
-    ended = hold_all(server, 4, absent, seconds=0.5)
+    ended = hold_all(address, 4, absent, seconds=0.5)
     assert set(ended) == set(range(4)) - absent
     assert all(f"not active on {named} of 4 ranks" in str(error) for error in ended.values())
 
@@ -94,57 +105,54 @@ def test_a_dead_address_and_a_dead_store_do_not_hide_a_live_one(server):
     assert view.get("key") == [1] == server.get("key") and view.get("other") is None
 
 
-def a_free_port() -> int:
+@pytest.fixture
+def comes_back():
+    """An address where nobody answers, and a function after which a server does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+        port = listener.getsockname()[1]
+    servers = []
+
+    def start() -> StatusServer:
+        servers.append(StatusServer(port))
+        servers[0].key = "key"
+        return servers[0]
+
+    yield f"key@127.0.0.1:{port}", start
+    servers[0].close()
 
 
-def answer_at(port: int) -> StatusServer:
-    """A server that comes back, where nobody has answered."""
-    back = StatusServer(port)
-    back.key = "key"
-    return back
-
-
-def test_a_store_that_was_out_of_reach_is_asked_again(monkeypatch):
+def test_a_store_that_was_out_of_reach_is_asked_again(comes_back, monkeypatch):
     """A rank had given it up for the rest of the job."""
     monkeypatch.setattr(desk_module, "_GIVEN_UP_SECONDS", 0.5)
     monkeypatch.setattr(desk_module, "_PAUSES", (0.1,))
-    port = a_free_port()
-    view = StatusBoard([f"key@127.0.0.1:{port}"])
+    address, start = comes_back
+    view = StatusBoard([address])
     for least, most in ((0.1, 5), (0, 0.1)):  # the second time without a try
         begin = time.monotonic()
         with pytest.raises(OSError, match="refused"):
             view.put("a", 1)
         assert least <= time.monotonic() - begin < most
-    back = answer_at(port)
-    try:
-        time.sleep(0.5)
-        view.put("a", 1)
-        assert back.get("a") == 1
-    finally:
-        back.close()
+    back = start()
+    time.sleep(0.5)
+    view.put("a", 1)
+    assert back.get("a") == 1
 
 
-def test_reports_go_on_after_an_outage(monkeypatch):
+def test_reports_go_on_after_an_outage(comes_back, monkeypatch):
     """They had ended with the first that did not arrive."""
     for module, name, value in (
         (reports_module, "EVERY", 0.1), (desk_module, "_GIVEN_UP_SECONDS", 0.1), (desk_module, "_PAUSES", ()),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    port = a_free_port()
-    reports = Reports(f"key@127.0.0.1:{port}")
+    address, start = comes_back
+    reports = Reports(address)
     reports.go_on_as(0, 1)
     time.sleep(0.5)
-    back = answer_at(port)
-    try:
-        deadline = time.monotonic() + 20
-        while not back.heard_of and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert back.get("figures.0")["rank"] == 0 and back.silent_for("figures.0") < 20
-        reports.end()
-    finally:
-        back.close()
+    back, deadline = start(), time.monotonic() + 20
+    while not back.heard_of and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert back.get("figures.0")["rank"] == 0 and back.silent_for("figures.0") < 20
+    reports.end()
 
 
 def end_of(server: StatusServer, settings: Job) -> int:
@@ -166,11 +174,10 @@ def end_of(server: StatusServer, settings: Job) -> int:
     ],
     ids=["nobody", "nothing wrapped", "out of reach", "steps of another", "no steps", "wrapped", "inactive", "active"],
 )
-def test_a_word_that_is_missing_is_no_proof(server, told, silent, code, said, capsys):
+def test_a_word_that_is_missing_is_no_proof(server, board, told, silent, code, said, capsys):
     """A job that was compressed had failed because rank 0 could not reach dgcrun at its end."""
-    view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
     for key, entry in told.items():
-        view.put(key, entry)
+        board.put(key, entry)
         server.times[key] -= silent
     assert end_of(server, resolve({"DGC_COMPRESSION": "dgc"}, {})) == code
     assert said in capsys.readouterr().err
@@ -187,20 +194,19 @@ def test_strangers_get_and_leave_nothing(server, method, path, length):
 
 def ask(server, method: str, path: str, body: bytes = b"") -> int:
     """The status of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    try:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
         connection.request(method, path, body=body or None)
         return connection.getresponse().status
-    finally:
-        connection.close()
 
 
-def knock(server, count: int) -> list[socket.socket]:
-    """Connections that begin a request and do not end it."""
-    made = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(count)]
-    for connection in made:
-        connection.sendall(b"GET / HTTP/1.1\r\n")
-    return made
+@contextlib.contextmanager
+def knocking(server, count: int = 1, words: bytes = b"GET / HTTP/1.1\r\n"):
+    """Connections that begin a request; no answer is read."""
+    with contextlib.ExitStack() as opened:
+        made = [opened.enter_context(socket.create_connection(("127.0.0.1", server.port), 10)) for _ in range(count)]
+        for connection in made:
+            connection.sendall(words)
+        yield made
 
 
 def hung_up(connection: socket.socket) -> bool:
@@ -214,25 +220,21 @@ def hung_up(connection: socket.socket) -> bool:
 
 def test_a_request_that_comes_byte_by_byte_has_a_deadline(server, monkeypatch):
     monkeypatch.setattr(desk_module, "_REQUEST_SECONDS", 1.0)
-    (connection,) = knock(server, 1)
     begin = time.monotonic()
-    with connection, contextlib.suppress(OSError):
+    with knocking(server) as (connection,), contextlib.suppress(OSError):
         while time.monotonic() < begin + 10:  # each byte is in time for itself
             connection.sendall(b"x")
             time.sleep(0.1)
     assert 0.9 < time.monotonic() - begin < 5
 
 
-def test_strangers_who_hold_connections_open_keep_nobody_out(server, monkeypatch):
+def test_strangers_who_hold_connections_open_keep_nobody_out(server, board, monkeypatch):
     monkeypatch.setattr(desk_module, "_MOST_CONNECTIONS", 8)
-    before, strangers = threading.active_count(), knock(server, 40)
-    try:
-        StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"]).put("key", 1)
+    before = threading.active_count()
+    with knocking(server, 40) as strangers:
+        board.put("key", 1)
         assert server.get("key") == 1 and threading.active_count() <= before + 2 * 8
         assert all(hung_up(connection) for connection in strangers)
-    finally:
-        for connection in strangers:
-            connection.close()
 
 
 def test_what_is_kept_is_bounded(server, monkeypatch):
@@ -251,23 +253,16 @@ def test_what_is_kept_is_bounded(server, monkeypatch):
     assert server.get("a") == 1 and server.get_all("") == {"a": 1, "b": 1, "c": 1}
 
 
-def test_readers_of_all_entries_wait_for_each_other(server):
+def test_readers_of_all_entries_wait_for_each_other(server, board):
     """Each had a copy of up to 128 MiB, for as long as it did not read it."""
     for number in range(40):
         server.put(f"own{number}", "x" * 2**20)
-    before, connections = psutil.Process().memory_info().rss, []
-    try:
-        for _ in range(12):
-            connections.append(socket.create_connection(("127.0.0.1", server.port), 10))
-            connections[-1].sendall(f"GET /{server.key}/own* HTTP/1.0\r\n\r\n".encode())
+    before = psutil.Process().memory_info().rss
+    with knocking(server, 12, f"GET /{server.key}/own* HTTP/1.0\r\n\r\n".encode()):
         time.sleep(1)
         assert ask(server, "PUT", f"/{server.key}/a", b"1") == 200  # meanwhile
         assert psutil.Process().memory_info().rss - before < 4 * 40 * 2**20
-    finally:
-        for connection in connections:
-            connection.close()
-    view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
-    assert len(view.get_all("own")) == 40
+    assert len(board.get_all("own")) == 40
 
 
 @pytest.mark.parametrize(
@@ -283,8 +278,7 @@ def test_a_place_that_no_machine_can_have_is_out_of_reach(monkeypatch, place, ke
 
 
 def test_a_request_of_endless_headers_is_cut_off(server):
-    (connection,) = knock(server, 1)
-    with connection:
+    with knocking(server) as (connection,):
         sent = 0
         with contextlib.suppress(OSError):
             for _ in range(90):
@@ -324,26 +318,23 @@ def test_the_python_of_a_script(tmp_path, first, python):
     script = tmp_path / "train"
     script.write_text(first + "\n")
     assert hosts.interpreter_of([str(script), "--lr", "1"]) == python
-    assert (
-        hosts.interpreter_of([str(script), "python", "train.py"]) is None
-    )  # it may run that one in another environment
+    # it may run that one in another environment
+    assert hosts.interpreter_of([str(script), "python", "train.py"]) is None
 
 
-def test_all_entries_of_a_kind_are_read_at_once(server):
-    view = StatusBoard([f"{server.key}@{server.place(['127.0.0.1'])}"])
-    assert view.get_all("figures.") == {}
+def test_all_entries_of_a_kind_are_read_at_once(server, board):
+    assert board.get_all("figures.") == {}
     for rank in range(3):
-        view.put(f"figures.{rank}", {"rank": rank})
-    view.put("figure", 1)
+        board.put(f"figures.{rank}", {"rank": rank})
+    board.put("figure", 1)
     server.put("run", {"command": "x" * 10_000})  # what dgcrun itself says has no limit
-    assert view.get_all("figures.") == {f"figures.{rank}": {"rank": rank} for rank in range(3)}
-    assert len(view.get("run")["command"]) == 10_000
+    assert board.get_all("figures.") == {f"figures.{rank}": {"rank": rank} for rank in range(3)}
+    assert len(board.get("run")["command"]) == 10_000
     with pytest.raises(OSError, match="400"):
-        view.put("figures.*", 1)
+        board.put("figures.*", 1)
 
 
-def test_the_ranks_reports_reach_rank_0_and_those_that_have_left_do_not(server):
-    address = f"{server.key}@{server.place(['127.0.0.1'])}"
+def test_the_ranks_reports_reach_rank_0_and_those_that_have_left_do_not(address):
     reports = [Reports(address) for _ in range(3)]
     for rank, each in enumerate(reports):
         each.go_on_as(rank, 3)
@@ -362,17 +353,15 @@ COUNTS = {name: 1.0 for name in COUNTERS}
 ODD_VALUES = [None, True, "1", [1], -1, 10**400, float("inf"), float("nan")]
 
 
-def test_what_is_no_report_is_left_out(server, monkeypatch):
+def test_what_is_no_report_is_left_out(server, address, board, monkeypatch):
     """An entry that is none had ended the thread and the exit handler of rank 0: no summary, no last record."""
-    address = f"{server.key}@{server.place(['127.0.0.1'])}"
-    view = StatusBoard([address])
     monkeypatch.setattr(reports_module, "_LAST_SECONDS", 0)
     for entry in [*ODD, *({"rank": 1, **COUNTS, "step_seconds": odd} for odd in ODD_VALUES)]:
         reports = Reports(address)
         reports.go_on_as(0, 3)
         server.put("figures.1", entry)
         server.put("figures.7", entry)
-        view.put("figures.2", {"rank": 2, "host": "b\n", **COUNTS, "overlap": 0.5, "a b": 1, "c": "d", "last": True})
+        board.put("figures.2", {"rank": 2, "host": "b\n", **COUNTS, "overlap": 0.5, "a b": 1, "c": "d", "last": True})
         reports.end()
         told = reports.of_all()
         assert [figures["rank"] for figures in told] == [0, 2], entry

@@ -9,10 +9,8 @@ import torch
 from dgc_horovod import DGCConfig
 from dgc_horovod.arithmetic import SGD, Adam, Arithmetic, Local, Options, choose, without_own
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.kernels.reference import ReferenceKernels
 from dgc_horovod.state.residual_state import FIRST, MOMENTUM, RESIDUAL, SECOND, ResidualState
-from dgc_horovod.stats import Traffic
+from tests.helpers.engines import make_exchange
 
 SHAPE = (40, 50)
 ARRAYS = {"numpy": np.array, "torch": torch.tensor}
@@ -21,8 +19,7 @@ ADAMS = Options(b1=0.9, b2=0.99, eps=1e-8)
 
 
 def buckets_of():
-    kernels, config = ReferenceKernels(), DGCConfig(density=0.1, min_numel=16)
-    return OptimizerExchange([TensorSpec("w", SHAPE)], config, lambda name: kernels, 0, 1, True, Traffic())
+    return make_exchange([TensorSpec("w", SHAPE)], DGCConfig(density=0.1, min_numel=16))
 
 
 def drawn(seed):

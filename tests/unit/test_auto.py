@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from dgc_horovod import DGCConfig
 from dgc_horovod.compression import PRESETS
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.errors import ConfigError
-from dgc_horovod.kernels import registry
 from dgc_horovod.planning.cost_model import Observed, predicted
 from dgc_horovod.planning.trial import (
     COMPRESSED,
@@ -29,15 +26,9 @@ from dgc_horovod.planning.trial import (
     fitted,
     fitting,
 )
-from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.session.auto import Choice
 from dgc_horovod.state.residual_state import UNDECIDED
-from dgc_horovod.stats import Traffic
-
-
-def test_auto_begins_dense_and_needs_no_warm_up():
-    with pytest.raises(ConfigError, match="drop one of them"):
-        DGCConfig(automatic=True, density=0.01, warmup=WarmupSchedule(steps=10))
+from tests.helpers.engines import make_exchange
 
 
 def run(trial, seconds, expected):
@@ -87,16 +78,19 @@ def test_what_is_expected_to_be_slower_or_cannot_be_is_not_tried(expected):
     assert set(run(trial, {DENSE: 1.0}, expected)) == {DENSE} and trial.mode == DENSE
 
 
-def test_what_may_be_faster_is_tried():
+@pytest.mark.parametrize(
+    ("dense", "compressed", "expected", "timed", "stays"),
+    [
+        (1.0, 0.7, 1.05, (TIMED, TIMED), COMPRESSED),  # it may be faster, and is
+        (1.0, 0.97, 0.1, (TIMED, TIMED), DENSE),  # the clock does not confirm what was expected
+        (2**-5, 7 / 2**8, 0.001, (32, 37), COMPRESSED),  # short steps are timed for a second
+        (0.001, 0.0005, 0.001, (MOST_TIMED, TIMED), COMPRESSED),  # unless the answer is plain
+    ],
+)
+def test_what_may_be_faster_is_tried_as_long_as_it_takes(dense, compressed, expected, timed, stays):
     trial = Trial()
-    modes = run(trial, {DENSE: 1.0, COMPRESSED: 0.7}, 1.05)
-    assert modes.count(COMPRESSED) == SETTLING + TIMED and trial.mode == COMPRESSED
-
-
-def test_a_choice_that_the_clock_does_not_confirm_is_taken_back():
-    trial = Trial()
-    modes = run(trial, {DENSE: 1.0, COMPRESSED: 0.97}, 0.1)
-    assert modes.count(COMPRESSED) == SETTLING + TIMED and trial.mode == DENSE
+    modes = run(trial, {DENSE: dense, COMPRESSED: compressed}, expected)
+    assert (modes.count(DENSE) - SETTLING, modes.count(COMPRESSED) - SETTLING) == timed and trial.mode == stays
 
 
 def test_steps_right_after_a_change_are_not_timed():
@@ -105,13 +99,6 @@ def test_steps_right_after_a_change_are_not_timed():
         now += 100.0 if step < SETTLING else 1.0
         ready = trial.step_ended(now, 0.25)
     assert ready and trial.own() == (1.0, 0.25)
-
-
-def test_short_steps_are_timed_for_a_second_unless_the_answer_is_plain():
-    modes = run(Trial(), {DENSE: 2**-5, COMPRESSED: 7 / 2**8}, 0.001)
-    assert (modes.count(DENSE), modes.count(COMPRESSED)) == (SETTLING + 32, SETTLING + 37)
-    modes = run(Trial(), {DENSE: 0.001, COMPRESSED: 0.0005}, 0.001)
-    assert (modes.count(DENSE), modes.count(COMPRESSED)) == (SETTLING + MOST_TIMED, SETTLING + TIMED)
 
 
 @pytest.mark.parametrize("steps, density", [(300, 0.067), (1000, 0.02), (30_000, LEAST), (10, 1.0), (1, 1.0)])
@@ -147,9 +134,7 @@ def test_a_resumed_job_goes_on_with_what_was_saved(saved, goes_on):
 
 def _exchange(workers, **fields):
     specs = [TensorSpec(f"weight{i}", (1000, 1000)) for i in range(20)] + [TensorSpec("bias", (1000,))]
-    kernels = registry.choose("cpu")
-    config = DGCConfig(**{**PRESETS["auto"], **fields})
-    return OptimizerExchange(specs, config, lambda name: kernels, 0, workers, True, Traffic())
+    return make_exchange(specs, DGCConfig(**{**PRESETS["auto"], **fields}), workers=workers)
 
 
 def _observed(computing, bits, workers=2, hidden=0.0, numel=2**20):

@@ -13,6 +13,7 @@ from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, EACH
+from tests.helpers.engines import exchange, update_of
 
 SIZE = Size("cpu", (1, 63, 4097, 333, 9000), steps=7, ranks=2)
 
@@ -48,19 +49,14 @@ def test_feeds(accumulation, kernels):
 def test_a_whole_bucket_sends_everything_and_keeps_its_rounding_error():
     kernels, bucket = BACKENDS[0], Bucket(0, (Segment("bias", 0, 300),), True, "8bit")
     engine = BucketEngine(bucket, DGCConfig(), kernels, 0, 1)
-    owed, arrived, target = np.zeros(300), np.zeros(300), np.empty(300, np.float32)
-    engine.outputs.put(0, target)
+    owed, arrived = np.zeros(300), np.zeros(300)
     for step in range(40):
         g = np.random.default_rng(step).standard_normal(300).astype(np.float32)
         g[7] = 0
-        engine.add_gradient(0, g, ErrorFeedback())
-        message = engine.compress(1.0, step, 0.001)
-        assert message.count == 300 and message.payload.size == 36 + 300 + 8
-        assert engine.receive(message.payload) is None
-        engine.aggregate_into(1.0)
-        assert engine.settle() and engine.outcome.finite
+        (message,), finite = exchange([engine], [g], ErrorFeedback(), step, 0.001)
+        assert finite and message.count == 300 and message.payload.size == 36 + 300 + 8
         owed += g
-        arrived += target
+        arrived += update_of(engine)
     left = np.abs(engine.state.v)
     assert 0 < left.max() < 0.05, "an 8-bit value is off by less than half a 127th of the largest"
     np.testing.assert_allclose(arrived + engine.state.v, owed, atol=1e-4)

@@ -10,6 +10,13 @@ import pytest
 
 from tests.helpers.jobs import ROOT
 
+
+def said_by(code: str, *words: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=20
+    ).stdout
+
+
 IGNORED = """
 import os, signal, sys, threading, time
 number = int(sys.argv[1])
@@ -28,9 +35,7 @@ print(child.wait())
     ids=["a hangup under nohup ends nothing", "an interrupt behind a script's & ends the job"],
 )
 def test_signals_that_were_ignored_before_it_began(number, code):
-    began = [sys.executable, "-c", IGNORED, str(int(number))]
-    ended = subprocess.run(began, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert ended.stdout == f"{code}\n", ended
+    assert said_by(IGNORED, str(int(number))) == f"{code}\n"
 
 
 OTHER_THREAD = """
@@ -48,5 +53,4 @@ print(child.wait())
 
 def test_a_signal_that_another_thread_gets_ends_the_job():
     """The status server has threads of its own, and the system may choose any of them."""
-    ended = subprocess.run([sys.executable, "-c", OTHER_THREAD], capture_output=True, text=True, cwd=ROOT, timeout=20)
-    assert ended.stdout == f"{128 + signal.SIGTERM}\n", ended
+    assert said_by(OTHER_THREAD) == f"{128 + signal.SIGTERM}\n"

@@ -10,12 +10,16 @@ import torch
 from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, LocalClipping
 
 
+def clipping():
+    weights = torch.zeros(1), torch.zeros(1)
+    return weights, LocalClipping(None, weights, workers=2, averages=True)
+
+
 @pytest.mark.parametrize("p", [2.0, ELEMENTS])
 @pytest.mark.parametrize("limits", [(1.0, 1e6), (1e6, 1.0)])
 def test_of_several_calls_of_a_step_the_least_limit_holds(p, limits):
     """A large limit is how scripts measure; the last call had held, and clipped nothing any more."""
-    weights = torch.zeros(1), torch.zeros(1)
-    made = LocalClipping(None, weights, workers=2, averages=True)
+    weights, made = clipping()
     for limit in limits:
         made.note(Clip(weights, limit, p))
     made.step_ends()
@@ -28,8 +32,7 @@ def test_of_several_calls_of_a_step_the_least_limit_holds(p, limits):
 
 
 def test_a_limit_of_uncompressed_steps_may_rise():
-    weights = (torch.zeros(1),)
-    made = LocalClipping(None, weights, workers=2, averages=True)
+    weights, made = clipping()
     for limit in (1.0, 3.0):
         made.keep(Clip(weights, limit))
         made.uncompressed_step_ends()
@@ -38,8 +41,7 @@ def test_a_limit_of_uncompressed_steps_may_rise():
 
 
 def test_limits_of_different_norms_are_not_mixed():
-    weights = (torch.zeros(1),)
-    made = LocalClipping(None, weights, workers=2, averages=True)
+    weights, made = clipping()
     made.note(Clip(weights, 0.5))
     made.note(Clip(weights, 10.0, math.inf))
     made.step_ends()

@@ -27,6 +27,7 @@ from dgc_horovod.schedule import density_at
         ({"offload": True}, "offload goes with Compression.local"),
         ({"automatic": True, "local_steps": 4}, "local_steps=4 does not go with auto"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
+        ({"automatic": True, "density": 0.01, "warmup": WarmupSchedule(steps=10)}, "drop one of them"),  # begins dense
     ],
 )
 def test_bad_fields(fields, words):
@@ -72,33 +73,24 @@ def test_bad_schedules(arguments, words):
         WarmupSchedule(**arguments)
 
 
-def test_warmup_is_the_papers_row():
-    """Sparsity 75, 93.75, 98.4375, 99.6, then 99.9 per cent, one an epoch."""
-    schedule = WarmupSchedule(epochs=4, steps_per_epoch=10)
-    found = [density_at(0.001, schedule, step) for step in range(0, 60, 10)]
-    assert found == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
-    assert density_at(0.001, schedule, 9) == 0.25 and density_at(0.001, schedule, 10) == 0.0625
-
-
-def test_warmup_shorter_than_its_row_of_densities():
-    """A warm-up of one epoch passes through every density, not through the first alone."""
-    schedule = WarmupSchedule(epochs=1, steps_per_epoch=8)
-    assert [density_at(0.001, schedule, step) for step in (0, 2, 4, 6, 8)] == [
-        0.25,
-        0.0625,
-        0.015625,
-        0.00390625,
-        0.001,
-    ]
+PAPER = [0.25, 0.0625, 0.015625, 0.00390625, 0.001]  # sparsity 75, 93.75, 98.4375, 99.6, then 99.9 per cent
 
 
 @pytest.mark.parametrize(
-    ("final", "expected"),
-    [(0.01, [0.25, 0.0625, 0.015625, 0.01]), (0.25, [0.25] * 4), (0.5, [0.5] * 4), (0.2, [0.25, 0.25, 0.25, 0.2])],
+    ("final", "schedule", "steps", "expected"),
+    [
+        (0.3, None, [0], [0.3]),
+        (0.001, WarmupSchedule(epochs=4, steps_per_epoch=10), range(0, 60, 10), [*PAPER, 0.001]),  # one an epoch
+        (0.001, WarmupSchedule(epochs=4, steps_per_epoch=10), [9, 10], PAPER[:2]),
+        (0.001, WarmupSchedule(epochs=1, steps_per_epoch=8), range(0, 10, 2), PAPER),  # not the first alone
+        (0.01, WarmupSchedule(steps=12), range(0, 13, 4), [0.25, 0.0625, 0.015625, 0.01]),
+        (0.25, WarmupSchedule(steps=12), range(0, 13, 4), [0.25] * 4),
+        (0.5, WarmupSchedule(steps=12), range(0, 13, 4), [0.5] * 4),
+        (0.2, WarmupSchedule(steps=12), range(0, 13, 4), [0.25, 0.25, 0.25, 0.2]),
+    ],
 )
-def test_warmup_to_other_densities(final, expected):
-    schedule = WarmupSchedule(steps=12)
-    assert [density_at(final, schedule, step) for step in (0, 4, 8, 12)] == expected
+def test_densities_of_a_warmup(final, schedule, steps, expected):
+    assert [density_at(final, schedule, step) for step in steps] == expected
 
 
 def test_warmup_by_observed_epoch():
@@ -118,7 +110,3 @@ def test_a_stage_begins_where_it_is_due():
         found = [density_at(0.00111, schedule, step) for step in range(0, schedule.steps + 1, length)]
         assert found == [0.87**stage for stage in range(len(found) - 1)] + [0.00111]
         assert density_at(0.00111, schedule, length - 1) == 1.0
-
-
-def test_no_warmup():
-    assert density_at(0.3, None, 0) == 0.3

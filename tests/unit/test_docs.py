@@ -10,9 +10,9 @@ import pytest
 from tests.helpers.settings_page import page as page_of_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 
 
-@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_no_generated_block_is_empty():
     pages = [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
@@ -20,7 +20,6 @@ def test_no_generated_block_is_empty():
             assert re.search(r"\d", body), f"{page.name}: the block {name} is empty"
 
 
-@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_every_decision_is_listed_once_by_number():
     pages = [ROOT / "docs" / "design.md", *(ROOT / "docs" / "decisions").glob("*.md")]
     found = [int(n) for page in pages for n in re.findall(r"^(?:## |\*\*)(\d+)\. ", page.read_text(), re.M)]
@@ -28,7 +27,6 @@ def test_every_decision_is_listed_once_by_number():
     assert sorted(found) == [int(n) for n in listed] == list(range(1, len(found) + 1))
 
 
-@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_every_test_that_is_named_exists():
     files = list((ROOT / "tests").rglob("test_*.py"))
     functions = "\n".join(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.M))
@@ -39,6 +37,5 @@ def test_every_test_that_is_named_exists():
         assert re.search(rf"^{name}", functions, re.M), f"{name} is no test"
 
 
-@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="tests run outside the checkout")
 def test_the_page_of_settings_is_the_one_that_the_command_writes():
     assert (ROOT / "docs" / "environment.md").read_text() == page_of_settings()

@@ -8,14 +8,12 @@ import pytest
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.ending import IN_A_ROW
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.exchange.choose import IMPLEMENTATIONS
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.notices import not_finite
-from dgc_horovod.stats import Traffic
 from dgc_horovod.wire.bucket import PADDING
-from tests.unit.test_exchanges import carried
+from tests.helpers.engines import carry_all, make_exchange
 
 WORKERS, NUMEL, LARGE = 4, 600, 20
 each_exchange = pytest.mark.parametrize(
@@ -34,10 +32,7 @@ def ranks_of(monkeypatch):
             density=density, min_numel=1, exchange="sharded", momentum_correction=False, factor_masking=False
         )
         specs, kernels = [TensorSpec("w", (20, 30))], NativeKernels(1)
-        return [
-            OptimizerExchange(specs, config, lambda name: kernels, rank, WORKERS, False, Traffic(), node_size)
-            for rank in range(WORKERS)
-        ]
+        return [make_exchange(specs, config, kernels, rank, WORKERS, False, node_size) for rank in range(WORKERS)]
 
     return make
 
@@ -55,9 +50,7 @@ def stepped(ranks, gradient, scale=1.0, nan_on=None):
             assert segment.name != PADDING
             engine.add_gradient(i, mine[segment.place].copy(), ErrorFeedback())
         buffers.append(each.compress(engine, 1.0, scale).payload.copy())
-    for collective in engines[0].exchange.rounds:
-        parts = carried(collective, buffers, engines)
-        buffers = [each.receive(each.engines[0], part.copy()) for each, part in zip(ranks, parts, strict=True)]
+    carry_all(engines, buffers, lambda engine, part: ranks[engine.rank].receive(engine, part))
     applied, updates = [], []
     for each, engine in zip(ranks, engines, strict=True):
         updates.append(np.empty(NUMEL, np.float32))

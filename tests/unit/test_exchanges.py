@@ -15,13 +15,14 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
 from dgc_horovod.exchange.choose import IMPLEMENTATIONS
-from dgc_horovod.exchange.contract import ALL, BETWEEN, INSIDE, carry
+from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
+from tests.helpers.data import BACKENDS, as_numpy
+from tests.helpers.engines import carried, compressed, reference_accumulate, stepped
 
-WORKERS, NUMEL, DENSITY = 3, 700, 0.05
+WORKERS, NUMEL, DENSITY, MOMENTUM = 3, 700, 0.05, MomentumCorrection(0.9)
 # name of an exchange, workers of a node: with nodes of two, that of the nodes among each other
 CASES = [(name, node_size) for name in sorted(IMPLEMENTATIONS) for node_size in (1, 2)]
 each_exchange = pytest.mark.parametrize(
@@ -34,16 +35,13 @@ each_codec = pytest.mark.parametrize("values", sorted(VALUE_CODECS))
 def engines_of(monkeypatch):
     """Makes the engines of all ranks, whose bucket takes the exchange of that name."""
 
-    def make(name, kernels=BACKENDS[0], values="fp32", numel=NUMEL, workers=None):
+    def make(name, kernels=BACKENDS[0], values="fp32"):
         kind, node_size = name
         monkeypatch.setattr("dgc_horovod.core.workspace.choose", lambda *form: IMPLEMENTATIONS[kind])
-        half = numel // 3
-        segments = (Segment("a", 0, half), Segment("b", half, numel - half)) if half else (Segment("a", 0, numel),)
-        config, workers = (
-            DGCConfig(density=DENSITY, values=values, exchange="sharded"),
-            node_size * (workers or WORKERS),
-        )
-        return [BucketEngine(Bucket(0, segments), config, kernels, rank, workers, node_size) for rank in range(workers)]
+        third, workers = NUMEL // 3, node_size * WORKERS
+        bucket = Bucket(0, (Segment("a", 0, third), Segment("b", third, NUMEL - third)))
+        config = DGCConfig(density=DENSITY, values=values, exchange="sharded")
+        return [BucketEngine(bucket, config, kernels, rank, workers, node_size) for rank in range(workers)]
 
     return make
 
@@ -62,46 +60,15 @@ def gradients_of(engines, step):
     return found
 
 
-def carried(collective, buffers, engines):
-    """What every rank receives in a round of its group."""
-    received = [None] * len(engines)
-    for engine in engines:
-        place = engine.topology
-        ranks = {ALL: range(len(engines)), BETWEEN: place.between, INSIDE: place.inside}[collective.group]
-        received[engine.rank] = carry(collective, [buffers[rank] for rank in ranks])[list(ranks).index(engine.rank)]
-    return received
-
-
-def compressed(engines, gradients, step):
+def all_compressed(engines, gradients, *steps):
     """What every rank sends first."""
-    messages = []
-    for engine, gradient in zip(engines, gradients, strict=True):
-        for i, segment in enumerate(engine.bucket.segments):
-            part = as_array(engine.kernels, gradient[segment.place].copy())
-            engine.add_gradient(i, part, MomentumCorrection(0.9))
-        messages.append(engine.compress(1.0, step, DENSITY))
-    return messages
+    each = zip(engines, gradients, steps, strict=True)
+    return [compressed(engine, g, step, DENSITY, MOMENTUM).payload.copy() for engine, g, step in each]
 
 
 def exchanged(engines, gradients, step):
-    """One step of all ranks; the update of each."""
-    buffers = [message.payload.copy() for message in compressed(engines, gradients, step)]
-    for number, collective in enumerate(engines[0].exchange.rounds):
-        assert {engine.round for engine in engines} == {collective}
-        assert {buffer.nbytes for buffer in buffers} == {collective.nbytes}
-        parts = carried(collective, buffers, engines)
-        found = [e.receive(part.copy()) for e, part in zip(engines, parts, strict=True)]
-        assert all((b is None) == (number + 1 == len(engines[0].exchange.rounds)) for b in found)
-        buffers = [None if b is None else b.copy() for b in found]
-    updates = []
-    for engine in engines:
-        outputs = [as_array(engine.kernels, np.full(s.numel, np.nan, np.float32)) for s in engine.whole.segments]
-        for i, output in enumerate(outputs):
-            engine.outputs.put(i, output)
-        engine.aggregate_into(1.0)
-        assert engine.settle()
-        updates.append(np.concatenate([as_numpy(engine.kernels, output) for output in outputs]))
-    return updates
+    """One step of all ranks; the update."""
+    return stepped(engines, gradients, MOMENTUM, step, DENSITY, commits=False)
 
 
 def kept(engine, part="v"):
@@ -114,22 +81,14 @@ def together(engines, slices):
     return sum(np.concatenate(slices[i : i + node_size])[:numel] for i in range(0, len(engines), node_size))
 
 
-@each_exchange
-@each_backend
-@each_codec
-def test_nothing_is_lost_and_replicas_are_identical(engines_of, name, kernels, values):
-    engines = engines_of(name, kernels, values)
-    applied = np.zeros(NUMEL)
-    accumulated = np.zeros(NUMEL)
-    for step in range(4):
-        gradients = gradients_of(engines, step)
-        u = [0.9 * kept(engine, "u") + g for engine, g in zip(engines, gradients, strict=True)]
-        accumulated += together(engines, u)
-        updates = exchanged(engines, gradients, step)
-        assert len({update.tobytes() for update in updates}) == 1
-        nodes = engines[0].topology.nodes
-        assert 0 < np.count_nonzero(updates[0]) <= 2 * nodes * DENSITY * NUMEL, "a silently dense path"
-        applied += updates[0]
+def conserved(engines, gradients):
+    """The update of each step, in all of which what is applied and what every rank keeps is what was accumulated."""
+    applied, accumulated = np.zeros(NUMEL), np.zeros(NUMEL)
+    for step, of_ranks in enumerate(gradients):
+        accumulated += together(engines, [0.9 * kept(e, "u") + g for e, g in zip(engines, of_ranks, strict=True)])
+        update = exchanged(engines, of_ranks, step)
+        applied += update
+        yield update
         for engine in engines:
             assert engine.outcome.finite
             engine.commit()
@@ -138,32 +97,38 @@ def test_nothing_is_lost_and_replicas_are_identical(engines_of, name, kernels, v
 
 
 @each_exchange
-@each_backend
+@each_codec
+def test_nothing_is_lost_and_replicas_are_identical(engines_of, name, kernels, values):
+    engines = engines_of(name, kernels, values)
+    for update in conserved(engines, (gradients_of(engines, step) for step in range(4))):
+        most = 2 * engines[0].topology.nodes * DENSITY * NUMEL
+        assert 0 < np.count_nonzero(update) <= most, "a silently dense path"
+
+
+def bits(engine):
+    """u, v and what an owner keeps."""
+    parts = (engine.state.u, engine.state.v, engine.state.remainder)
+    return [None if x is None else as_numpy(engine.kernels, x).copy() for x in parts]
+
+
+@each_exchange
 def test_a_step_that_is_rolled_back_leaves_no_trace(engines_of, name, kernels):
-    ours, others = engines_of(name, kernels), engines_of(name, kernels)
-    for step in range(5):
-        gradients = gradients_of(ours, step)
-        if step == 3:
-            gradients[1][5] = np.inf
-        updates = exchanged(ours, gradients, step)
-        assert {engine.outcome.finite for engine in ours} == {step != 3}, "the flag travels to every rank"
-        if step == 3:
-            assert not np.isnan(updates[0]).any()
-            for engine in ours:
-                engine.rollback()
-                engine.rollback()  # twice is once
-        else:
-            for engine in ours:
+    """The gradients have entered u and v, with zeros for what is not finite, and nothing has left them."""
+    engines = engines_of(name, kernels, "bf16")
+    for step, bad in enumerate([0, 0, np.nan, np.inf, 0, -np.inf]):
+        gradients, before = gradients_of(engines, step), [bits(engine) for engine in engines]
+        gradients[1][5] = bad
+        exchanged(engines, gradients, step)
+        assert {engine.outcome.finite for engine in engines} == {bad == 0}, "the flag travels to every rank"
+        for engine, gradient, (u, v, remainder) in zip(engines, gradients, before, strict=True):
+            if bad == 0:
                 engine.commit()
-    for step in range(5):  # the same, with what is not finite as zero, and nothing sent in that step
-        gradients = gradients_of(others, step)
-        if step == 3:
-            gradients[1][5] = 0
-        exchanged(others, gradients, step)
-        for engine in others:
-            engine.rollback() if step == 3 else engine.commit()
-    for one, other in zip(ours, others, strict=True):
-        assert (kept(one) == kept(other)).all() and (kept(one, "u") == kept(other, "u")).all()
+                continue
+            engine.rollback()
+            engine.rollback()  # twice is once
+            reference_accumulate(u, v, np.where(np.isfinite(gradient), gradient, np.float32(0)), MOMENTUM)
+            for found, expected in zip(bits(engine), (u, v, remainder), strict=True):
+                np.testing.assert_array_equal(found, expected)
 
 
 @each_exchange
@@ -178,9 +143,7 @@ def test_ranks_in_join_are_counted_on_every_rank(engines_of, name):
 def test_another_step_or_size_is_refused_and_changes_nothing(engines_of, name):
     engines = engines_of(name)
     gradients = gradients_of(engines, 0)
-    steps = [4, *[5] * (len(engines) - 1)]
-    messages = [compressed([engine], [g], step)[0] for engine, g, step in zip(engines, gradients, steps, strict=True)]
-    buffers = [message.payload.copy() for message in messages]
+    buffers = all_compressed(engines, gradients, 4, *[5] * (len(engines) - 1))
     before = [(kept(engine), kept(engine, "u")) for engine in engines]
     *others, last = engines[0].exchange.rounds
     for collective in others:
@@ -199,7 +162,7 @@ def test_another_step_or_size_is_refused_and_changes_nothing(engines_of, name):
 def test_a_damaged_buffer_is_an_error_on_every_rank_in_the_same_round(engines_of, name):
     for damaged in range(len(engines_of(name)[0].spec(DENSITY).rounds)):
         engines = engines_of(name)
-        buffers = [message.payload.copy() for message in compressed(engines, gradients_of(engines, 0), 0)]
+        buffers = all_compressed(engines, gradients_of(engines, 0), *[0] * len(engines))
         errors: list[type] = []
         for number, collective in enumerate(engines[0].exchange.rounds):
             if number == damaged:
@@ -217,28 +180,22 @@ def test_a_damaged_buffer_is_an_error_on_every_rank_in_the_same_round(engines_of
 
 
 @each_exchange
-@each_backend
 def test_what_is_too_small_for_its_block_stays(engines_of, name, kernels):
     """Of magnitudes over four decades 8 bits round some to zero: those are as if they had not been selected."""
     engines = engines_of(name, kernels, "8bit")
-    applied, accumulated, held_back = np.zeros(NUMEL), np.zeros(NUMEL), 0
-    for step in range(4):
+    held_back = 0
+
+    def drawn(step):
         decades = np.random.default_rng(step).uniform(-80, 4, engines[0].bucket.numel)
         sizes = (10 ** np.maximum(decades, -3)).astype(np.float32)
-        gradients = [gradient * sizes for gradient in gradients_of(engines, step)]
-        u = [0.9 * kept(engine, "u") + g for engine, g in zip(engines, gradients, strict=True)]
-        accumulated += together(engines, u)
-        updates = exchanged(engines, gradients, step)
-        assert len({update.tobytes() for update in updates}) == 1
-        applied += updates[0]
+        return [gradient * sizes for gradient in gradients_of(engines, step)]
+
+    for _ in conserved(engines, map(drawn, range(4))):
         for engine in engines:
             masked = np.flatnonzero(kept(engine, "u") == 0)
             assert masked.size and (masked == engine.sent_positions).all()
             held_back += masked.size < DENSITY * engine.bucket.numel
-            engine.commit()
     assert held_back, "nothing was rounded to zero"
-    residual = together(engines, [kept(engine) for engine in engines])
-    assert np.allclose(applied + residual, accumulated, rtol=0, atol=1e-5 * np.abs(accumulated).max())
 
 
 def outcome_of(engine, received):
@@ -258,6 +215,5 @@ def test_odd_sizes(name, numel, nodes, size, uncompressed):
         config, workers = DGCConfig(density=DENSITY, values="8bit", exchange="sharded"), nodes * node_size
         bucket = Bucket(0, (Segment("a", 0, numel),), uncompressed, "8bit" if uncompressed else "")
         engines = [BucketEngine(bucket, config, BACKENDS[0], rank, workers, node_size) for rank in range(workers)]
-        updates = exchanged(engines, gradients_of(engines, 0), 0)
+        exchanged(engines, gradients_of(engines, 0), 0)
         assert engines[0].spec(DENSITY).rounds == engines[0].exchange.rounds
-    assert len({update.tobytes() for update in updates}) == 1

@@ -21,6 +21,7 @@ from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
 from dgc_horovod.tools import plan_table
 from dgc_horovod.tools.report import command, figures
+from tests.helpers.saved import Alone
 
 SECONDS = 20  # in which each must have ended
 
@@ -41,26 +42,8 @@ def odd_paths(folder: Path) -> dict[str, str]:
     names = ["pipe", "to a pipe", "loop", "gone", "folder", "folder/", "file/", "file/x", "socket", "binary", "empty"]
     odd = ["no such folder/x", "x" * 300, "y/" * 3000, "a\0b", "\udcff", "\n", " ", ".", "..", "pipe/x", "loop/x"]
     places = {f"{name[:20]!a}": str(folder / name) for name in [*names, *odd]}
-    devices = [
-        "/dev/null",
-        "/dev/full",
-        "/dev/zero",
-        "/dev/urandom",
-        "/dev",
-        "/proc/self/mem",
-        "/proc/self/cmdline",
-        "/",
-    ]
+    devices = "/dev/null /dev/full /dev/zero /dev/urandom /dev /proc/self/mem /proc/self/cmdline /".split()
     return {**places, **{name: name for name in devices}, "nothing": "", "relative pipe": os.path.relpath(pipe)}
-
-
-class Alone:
-    """The collectives of one rank."""
-
-    rank, workers = 0, 1
-
-    def gather_bytes(self, data, name):
-        return [data]
 
 
 def save(path):

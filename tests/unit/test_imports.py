@@ -12,6 +12,7 @@ import pytest
 import dgc_horovod
 
 PACKAGE = Path(dgc_horovod.__file__).parent
+TRITON = PACKAGE / "kernels" / "triton"
 FILES = sorted(PACKAGE.rglob("*.py"))
 DESIGN = Path(__file__).resolve().parents[2] / "docs" / "design.md"
 # each line may import from itself and from those after it
@@ -61,13 +62,11 @@ def test_imports_go_one_way(file):
             assert own in ("torch", "tensorflow", "launch", "tools")
             assert not is_without_horovod(file), "what a transport of another kind uses as well"
         if top == "torch":
-            assert (
-                framework == "torch" or file.name == "torch_eager.py" or file.parent == PACKAGE / "kernels" / "triton"
-            )
+            assert framework == "torch" or file.name == "torch_eager.py" or file.parent == TRITON
         if top in ("tensorflow", "keras"):
             assert framework == "tensorflow"
         if top == "triton":
-            assert file.parent == PACKAGE / "kernels" / "triton"
+            assert file.parent == TRITON
         if top == "ctypes":
             assert file in (PACKAGE / "kernels" / "native" / "library.py", PACKAGE / "leaving.py")
     # the latter two run before the package can be imported
@@ -76,15 +75,18 @@ def test_imports_go_one_way(file):
 
 
 # of the torch adapter, what is Horovod's own; everything else does without it
-OF_HOROVOD = {
-    "adapter.py", "elastic.py", "horovod_carrier.py", "horovod_functions.py", "optimizer.py",
-}  # fmt: skip
+OF_HOROVOD = {"adapter.py", "elastic.py", "horovod_carrier.py", "horovod_functions.py", "optimizer.py"}
 
 
 def is_without_horovod(file: Path) -> bool:
     """Whether a file is of those parts of the torch adapter that do without Horovod."""
     parts = file.relative_to(PACKAGE).parts
     return parts[0] == "torch" and not {"/".join(parts[1:]), parts[1]} & OF_HOROVOD
+
+
+def said_by(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout
 
 
 def test_parts_for_torch_do_without_horovod():
@@ -106,15 +108,13 @@ try:
 except ImportError as error:
     print(error)
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert len(names) > 20 and "needs Horovod built for this PyTorch" in out.stdout
+    assert len(names) > 20 and "needs Horovod built for this PyTorch" in said_by(code)
 
 
 def test_importing_the_package_imports_no_framework():
     frameworks = "{'torch', 'tensorflow', 'horovod', 'keras'}"
     code = f"import sys, dgc_horovod; print(sorted({{m.split('.')[0] for m in sys.modules}} & {frameworks}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert out.stdout.strip() == "[]"
+    assert said_by(code).strip() == "[]"
 
 
 def test_files_stay_readable():

@@ -17,12 +17,13 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.meters import Diagnostics
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
+from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, MomentumCorrection
 from dgc_horovod.launch.settings import resolve
 from dgc_horovod.launch.summary import Outcome
 from dgc_horovod.recording import RANKS_KEPT, Recording, bounded
-from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic, bucket_stats
-from tests.helpers.data import BACKENDS, as_array, each_backend
+from dgc_horovod.stats import PROCESS, ExchangeStats, bucket_stats
+from tests.helpers.data import BACKENDS, as_array
+from tests.helpers.engines import make_exchange
 
 STATS = {
     "steps": 3, "method": "dgc", "bytes_sent": 100.5, "buckets": [{"age": 2, "threshold": 0.5}, {"age": 4}],
@@ -30,35 +31,42 @@ STATS = {
 }  # fmt: skip
 
 
-def exchange_of(kernels, numel: int, density: float) -> OptimizerExchange:
+MOMENTUM = MomentumCorrection(0.9, False)
+
+
+def exchange_of(kernels, numel: int, density: float, rank: int = 0, workers: int = 1) -> OptimizerExchange:
     config = DGCConfig(density=density, min_numel=1, compress_1d=True, values="fp32")
-    return OptimizerExchange([TensorSpec("w", (numel,))], config, lambda name: kernels, 0, 1, True, Traffic())
+    return make_exchange([TensorSpec("w", (numel,))], config, kernels, rank, workers)
 
 
-def taken(exchange: OptimizerExchange, received: np.ndarray) -> bool:
-    """Whether what came back of the one bucket makes a finite update."""
+def sent_by(exchange: OptimizerExchange, gradient: np.ndarray, accumulation: Accumulation = MOMENTUM, clip=1.0):
+    """The message of a rank, and the elements in it."""
     (engine,) = exchange.engines
+    engine.add_gradient(0, as_array(engine.kernels, gradient), accumulation)
+    return exchange.compress(engine, clip=clip), engine.sent
+
+
+def end_step(exchange: OptimizerExchange, received: np.ndarray, applied: bool | None = True) -> None:
+    """What came back of the one bucket makes a finite update; None: the step is not finished."""
+    (engine,) = exchange.engines
+    engine.outputs.put(0, engine.kernels.new(engine.bucket.numel))
     assert exchange.receive(engine, received) is None
     exchange.aggregate(engine)
-    return exchange.settle(engine)
+    assert exchange.settle(engine)
+    if applied is not None:
+        exchange.close(applied)
 
 
-@each_backend
 @pytest.mark.parametrize("numel", [1, 100, 4096, 4097, 50_000])
 def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
     exchange, rng = exchange_of(kernels, numel, 0.01), np.random.default_rng(0)
     (engine,) = exchange.engines
     last_sent, steps = np.zeros(numel, int), 12
     for step in range(steps):
-        engine.add_gradient(
-            0, as_array(kernels, rng.standard_normal(numel).astype(np.float32)), MomentumCorrection(0.9, False)
-        )
-        message = exchange.compress(engine)
-        last_sent[engine.sent.positions] = step + 1
-        least = float(np.abs(engine.sent.values).min())
-        engine.outputs.put(0, kernels.new(numel))
-        assert taken(exchange, message.payload)
-        exchange.close(True)
+        message, sent = sent_by(exchange, rng.standard_normal(numel).astype(np.float32))
+        last_sent[sent.positions] = step + 1
+        least = float(np.abs(sent.values).min())
+        end_step(exchange, message.payload)
     (found,) = exchange.meters.bucket_stats()
     v = kernels.to_host(engine.state.v)
     assert found["elements"] == numel and found["bytes"] == message.payload.nbytes
@@ -73,43 +81,28 @@ def test_a_bucket_tells_what_its_last_step_was_like(kernels, numel):
 
 def test_a_step_that_was_not_finished_counts_in_what_was_offered_too():
     """It had counted in what was sent alone, and the summary said "density 2 on average" after one that raised."""
-    kernels = BACKENDS[0]
-    exchange = exchange_of(kernels, 100, 1.0)
-    (engine,) = exchange.engines
-    for finished in (True, False):
-        engine.add_gradient(0, as_array(kernels, np.ones(100, np.float32)), MomentumCorrection(0.9, False))
-        engine.outputs.put(0, kernels.new(100))
-        assert taken(exchange, exchange.compress(engine).payload)
-        if finished:
-            exchange.close(True)
+    exchange = exchange_of(BACKENDS[0], 100, 1.0)
+    for applied in (True, None):
+        message, _ = sent_by(exchange, np.ones(100, np.float32))
+        end_step(exchange, message.payload, applied)
     stats = exchange.counts.stats()
     assert (stats["steps"], stats["selected"], stats["elements"]) == (1, 200, 200)
 
 
-@each_backend
 def test_a_step_that_is_looked_at_has_norms_and_overlap_of_what_was_sent(kernels):
     workers, numel, density, rng = 4, 20_000, 0.01, np.random.default_rng(0)
-    config = DGCConfig(density=density, min_numel=1, compress_1d=True, values="fp32")
-    spec = [TensorSpec("w", (numel,))]
-    ranks = [
-        OptimizerExchange(spec, config, lambda name: kernels, rank, workers, True, Traffic()) for rank in range(workers)
-    ]
+    ranks = [exchange_of(kernels, numel, density, rank, workers) for rank in range(workers)]
     common = rng.standard_normal(numel)  # without which the ranks' selections would hardly meet
     gradients = [(common + rng.standard_normal(numel)).astype(np.float32) for _ in ranks]
-    messages, sent = [], []
+    messages, chosen = [], []
     for exchange, gradient in zip(ranks, gradients, strict=True):
-        (engine,) = exchange.engines
-        engine.add_gradient(0, as_array(kernels, gradient), MomentumCorrection(0.9, False))
-        messages.append(exchange.compress(engine, clip=0.5).payload.copy())
-        sent.append(engine.sent_positions.copy())
-        engine.outputs.put(0, kernels.new(numel))
-    chosen = [set(positions.tolist()) for positions in sent]
+        message, sent = sent_by(exchange, gradient, clip=0.5)
+        messages.append(message.payload.copy())
+        chosen.append(set(sent.positions.tolist()))
     shared = [len(a & b) / len(a) for i, a in enumerate(chosen) for j, b in enumerate(chosen) if i != j]
     for exchange, gradient in zip(ranks, gradients, strict=True):
-        (engine,) = exchange.engines
-        assert taken(exchange, np.concatenate(messages))
-        exchange.close(True)
-        figures, v = exchange.counts.figures, kernels.to_host(engine.state.v)
+        end_step(exchange, np.concatenate(messages))
+        figures, v = exchange.counts.figures, kernels.to_host(exchange.engines[0].state.v)
         assert figures["gradient_norm"] == pytest.approx(0.5 * float(np.linalg.norm(gradient.astype(np.float64))))
         assert figures["residual_norm"] == pytest.approx(float(np.linalg.norm(v.astype(np.float64))))
         assert figures["residual_ratio"] == pytest.approx(figures["residual_norm"] / figures["gradient_norm"])
@@ -131,10 +124,8 @@ def test_steps_are_looked_at_rarely_and_a_skipped_one_leaves_no_figures():
     for finite, seconds in ((False, 0), (True, 3600), (True, None)):
         if seconds is not None:
             exchange.meters.diagnostics = Diagnostics(seconds)
-        engine.add_gradient(0, as_array(BACKENDS[0], np.ones(1000, np.float32)), MomentumCorrection(0.9, False))
-        engine.outputs.put(0, BACKENDS[0].new(1000))
-        assert taken(exchange, exchange.compress(engine).payload)
-        exchange.close(finite)
+        message, _ = sent_by(exchange, np.ones(1000, np.float32))
+        end_step(exchange, message.payload, applied=finite)
         assert bool(exchange.counts.figures) == finite
     assert reads == 2, "of three steps the third came too early"
     assert exchange.counts.stats()["skipped"] == 1 and exchange.counts.skips == [(0, "some rank")]
@@ -142,16 +133,14 @@ def test_steps_are_looked_at_rarely_and_a_skipped_one_leaves_no_figures():
 
 def test_staleness_is_the_steps_between_two_sendings():
     """Of gradients that come in turns every element is sent once in ten steps."""
-    kernels, numel, turns = BACKENDS[0], 1000, 10
-    exchange = exchange_of(kernels, numel, 1 / turns)
+    numel, turns = 1000, 10
+    exchange = exchange_of(BACKENDS[0], numel, 1 / turns)
     (engine,) = exchange.engines
     for step in range(3 * turns):
         gradient = np.zeros(numel, np.float32)
         gradient[step % turns :: turns] = 1
-        engine.add_gradient(0, as_array(kernels, gradient), ErrorFeedback())
-        engine.outputs.put(0, kernels.new(numel))
-        assert taken(exchange, exchange.compress(engine).payload)
-        exchange.close(True)
+        message, _ = sent_by(exchange, gradient, ErrorFeedback())
+        end_step(exchange, message.payload)
     waits = exchange.meters.of[engine].waits
     assert set(waits[numel:].tolist()) == {turns} and waits.size == 3 * numel
 
@@ -164,11 +153,28 @@ def test_counts_outlive_their_exchange_and_buckets_do_not():
     assert bucket_stats(tallies) == [] and tallies[0].stats()["steps"] == 0
 
 
+@pytest.fixture
+def counts(monkeypatch) -> ExchangeStats:
+    """Those of the only exchange of this process."""
+    counts = ExchangeStats(2, 100)
+    for name, value in {"exchanges": [counts], "replica_checks": 0, "replica_mismatches": 0}.items():
+        monkeypatch.setattr(PROCESS, name, value)
+    return counts
+
+
+def outcome_of(**given: str) -> Outcome:
+    return Outcome(resolve({}, {f"DGC_{name}": text for name, text in given.items()}, []))
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_json_lines(tmp_path):
     writer = recording.writer_for(str(tmp_path / "run.jsonl"))
     writer.write(STATS)
     writer.write({**STATS, "steps": 4, "time": 1.0})
-    first, second = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    first, second = lines_of(tmp_path / "run.jsonl")
     assert first["buckets"] == STATS["buckets"] and first["time"] > 1e9
     assert (second["steps"], second["time"]) == (4, 1.0)
 
@@ -198,7 +204,7 @@ def test_every_record_names_its_run(tmp_path):
     """Two jobs may write to one file."""
     for run in ({"id": "this", "command": "x"}, {}, {}):
         Recording(str(tmp_path / "m.jsonl"), "dgc", run, list).end()
-    found = [json.loads(line)["id"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    found = [record["id"] for record in lines_of(tmp_path / "m.jsonl")]
     assert found[:2] == ["this", "this"] and found[2] == found[3] != found[4] == found[5]
 
 
@@ -207,7 +213,7 @@ def test_a_week_of_json_lines_is_bounded(tmp_path):
     for seconds in range(0, 7 * 86_400, 10):
         writer.write({"seconds": seconds, "final": False})
     writer.write({"seconds": seconds + 1, "final": True})
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = lines_of(path)
     assert 2000 < len(found) < 3000 and found[-1]["final"]
     times = np.array([record["seconds"] for record in found])
     assert np.all(np.diff(times)[times[:-1] < 4000] == 10) and np.all(np.diff(times) <= times[1:] / 400 + 10)
@@ -266,14 +272,12 @@ def test_a_missing_extra_is_named(monkeypatch, path, module):
         recording.writer_for(path)
 
 
-def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, monkeypatch):
-    counts = ExchangeStats(2, 100)
-    monkeypatch.setattr(PROCESS, "exchanges", [counts])
+def test_the_records_of_an_automatic_job_say_what_it_chose(tmp_path, counts):
 
     def record_of(method: str) -> dict:
         path = tmp_path / f"{counts.steps}{method}.jsonl"
         Recording(str(path), method, {}, list).end()
-        return json.loads(path.read_text().splitlines()[-1])
+        return lines_of(path)[-1]
 
     counts.end_step()
     begun = record_of("auto")
@@ -293,8 +297,7 @@ def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, monke
     """Where rank 0 of an elastic job had left, there was none, nor any more metrics."""
     monkeypatch.setattr(PROCESS, "is_recorded", False)
     path = tmp_path / "metrics.jsonl"
-    given = {"DGC_COMPRESSION": "dgc", "DGC_METRICS_FILE": str(path)}
-    outcome = Outcome(resolve({}, given, []))
+    outcome = outcome_of(COMPRESSION="dgc", METRICS_FILE=str(path))
     outcome.begin(1, 2)
     assert not path.exists()
     outcome.begin(0, 1)
@@ -302,14 +305,12 @@ def test_the_summary_is_of_the_rank_that_is_the_first_in_the_end(tmp_path, monke
     assert len(path.read_text().splitlines()) == 1
     outcome.end()
     assert capsys.readouterr().err.count("dgc_horovod: ") == 1
-    assert [json.loads(line)["final"] for line in path.read_text().splitlines()] == [False, True]
+    assert [record["final"] for record in lines_of(path)] == [False, True]
 
 
-def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
+def test_the_summary_says_how_many_local_steps_were_not_exchanged(counts):
     """The ranks end with weights of their own then; and a run shorter than a round had "made no step"."""
-    counts = ExchangeStats(2, 100)
-    monkeypatch.setattr(PROCESS, "exchanges", [counts])
-    outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "15"}, []))
+    outcome = outcome_of(LOCAL_STEPS="15")
     counts.steps_alone = counts.pending = 10
     assert "10 local steps, fewer than local_steps" in outcome.line()
     counts.steps_alone, counts.pending = 9, 0
@@ -322,13 +323,10 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(monkeypatch):
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 11
 
 
-def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch, capsys):
+def test_the_summary_says_where_training_was_not_what_it_looks_like(counts, capsys):
     """80 of 90 steps were skipped, and the last line said "90 steps ... 25x less"; so does a script without dgcrun."""
-    counts = ExchangeStats(2, 100, offered=100, selected=100)
-    monkeypatch.setattr(PROCESS, "exchanges", [counts])
-    monkeypatch.setattr(PROCESS, "replica_checks", 0)
-    monkeypatch.setattr(PROCESS, "replica_mismatches", 0)
-    outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
+    counts.offered = counts.selected = 100
+    outcome = outcome_of(COMPRESSION="dgc")
     counts.traffic.count(10, 10)
     for i in range(1000):
         counts.end_step((i, "rank 1, among 'w'") if i < 8 else None)
@@ -347,9 +345,9 @@ def test_the_summary_says_where_training_was_not_what_it_looks_like(monkeypatch,
     assert "rank 0 skipped 3 of its local steps" in outcome.line()
 
 
-def test_a_script_that_compresses_by_itself_has_a_last_line_too(monkeypatch, capsys):
+def test_a_script_that_compresses_by_itself_has_a_last_line_too(counts, monkeypatch, capsys):
     """DDP jobs had none."""
-    counts = ExchangeStats(2, 100, density=0.01, offered=100, selected=1)
+    counts.density, counts.offered, counts.selected = 0.01, 100, 1
     monkeypatch.setattr(PROCESS, "exchanges", [])
     at_end._at_exit(os.getpid(), DGCConfig())
     assert not capsys.readouterr().err, "nothing was taken over"
@@ -364,22 +362,20 @@ def test_a_script_that_compresses_by_itself_has_a_last_line_too(monkeypatch, cap
     assert said.startswith("dgc_horovod: dgc, density 0.01: 1 steps; ") and said.endswith(" (ended by an error)\n")
 
 
-def test_the_summary_counts_the_local_steps_of_a_graph_once(monkeypatch):
+def test_the_summary_counts_the_local_steps_of_a_graph_once(counts):
     """A Keras job that ended within a round had "made no step", or left three of seventeen out."""
-    counts = ExchangeStats(2, 100, count_pending=lambda: 3)
-    monkeypatch.setattr(PROCESS, "exchanges", [counts])
-    outcome = Outcome(resolve({}, {"DGC_LOCAL_STEPS": "7"}, []))
+    counts.count_pending = lambda: 3
+    outcome = outcome_of(LOCAL_STEPS="7")
     assert "has made 3 local steps" in outcome.line() and "has made 3 local steps" in outcome.line()
     assert outcome.stats()["bytes_dense"] == 4 * 100 * 3
 
 
-def test_the_summary_of_a_run_that_ended_in_its_warmup(monkeypatch):
+def test_the_summary_of_a_run_that_ended_in_its_warmup(counts, monkeypatch):
     """It named the density to which nothing had come down."""
-    counts = ExchangeStats(2, 100, density=0.001, offered=100, selected=75, density_now=0.25)
+    counts.density, counts.offered, counts.selected, counts.density_now = 0.001, 100, 75, 0.25
     counts.end_step()
     counts.traffic.count(10, 10)
-    monkeypatch.setattr(PROCESS, "exchanges", [counts])
-    outcome = Outcome(resolve({}, {"DGC_COMPRESSION": "dgc"}, []))
+    outcome = outcome_of(COMPRESSION="dgc")
     monkeypatch.setattr(outcome, "stats", lambda: counts.stats())
     assert "density 0.75 on average (0.25 in the end: the warm-up to 0.001 was not over)" in outcome.line()
     counts.density_now = 0.001
@@ -394,7 +390,7 @@ def test_what_makes_its_exchange_at_the_first_step_and_makes_none_is_not_active(
 ):
     """A Keras model compiled with the optimizer inside: it was said that the exchange "is not counted"."""
     monkeypatch.setattr(PROCESS, "exchanges", [])
-    outcome = Outcome(resolve({}, {"DGC_COMPRESSION": method}, []))
+    outcome = outcome_of(COMPRESSION=method)
     session = SimpleNamespace(distribution=SimpleNamespace(takes_part=takes_part))
     outcome.has_wrapped(SimpleNamespace(_dgc=session))
     assert ("is not counted" if active else "has exchanged nothing") in outcome.line()

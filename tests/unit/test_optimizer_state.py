@@ -85,6 +85,14 @@ def made(make, compression=None):
     return model, DistributedOptimizer(inner, model.named_parameters(), compression) if compression else inner
 
 
+def both(name, script):
+    """Weights after a script, with the stock optimizer and with one that sends everything."""
+    for compression in (None, Compression.dgc(**WHOLE)):
+        model, optimizer = made(OPTIMIZERS[name], compression)
+        script(model, optimizer)
+        yield weights(model)
+
+
 def train(model, optimizer, steps, seed=0):
     for x, y in batches(steps, 0, seed=seed):
         optimizer.zero_grad()
@@ -155,44 +163,44 @@ def test_the_norm_that_a_script_is_given_is_not_of_the_default_dtype(alone, in_b
 @pytest.mark.parametrize(("name", "reset"), [*CLEARED, ("sgd", "clear and save"), ("sgd", "one tensor")])
 def test_a_state_that_a_script_empties_takes_the_momentum_along(alone, name, reset):
     """The engine had kept it, without a word."""
-    ends = []
-    for compression in (None, Compression.dgc(**WHOLE)):
-        model, optimizer = made(OPTIMIZERS[name], compression)
+    before = []
+
+    def script(model, optimizer):
         train(model, optimizer, 5)
-        before = weights(model)
+        before.append(weights(model))
         RESETS[reset](optimizer, model[2].weight)
         train(model, optimizer, 5, seed=1)
-        ends.append(weights(model))
-    assert distance(*ends) < 1e-5 < 1e-2 * distance(before, ends[0])
+
+    ends = list(both(name, script))
+    assert distance(*ends) < 1e-5 < 1e-2 * distance(before[-1], ends[0])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_after_a_flush_a_script_finds_and_resets_the_momentum(alone, name):
-    ends, key = [], "exp_avg" if name == "adam" else "momentum_buffer"
-    for compression in (None, Compression.dgc(**WHOLE)):
-        model, optimizer = made(OPTIMIZERS[name], compression)
+    key = "exp_avg" if name == "adam" else "momentum_buffer"
+
+    def script(model, optimizer):
         train(model, optimizer, 5)
-        if compression:
+        if hasattr(optimizer, "flush"):
             assert all(x is not None for state in optimizer.state.values() for x in state.values())
             optimizer.flush()
         for p in model.parameters():
             assert optimizer.state[p][key].any()
             optimizer.state[p][key].zero_()
         train(model, optimizer, 5, seed=1)
-        ends.append(weights(model))
-    assert distance(*ends) < 1e-5
+
+    assert distance(*both(name, script)) < 1e-5
 
 
 def test_parameter_groups_that_a_script_makes_anew_hold_at_once(alone):
     """The list of the step before had been asked: a momentum was one step late."""
-    ends = []
-    for compression in (None, Compression.dgc(**WHOLE)):
-        model, optimizer = made(OPTIMIZERS["sgd"], compression)
+
+    def script(model, optimizer):
         for step in range(4):
             optimizer.param_groups = [{**group, "momentum": 0.9 - 0.2 * step} for group in optimizer.param_groups]
             train(model, optimizer, 1, seed=step)
-        ends.append(weights(model))
-    assert distance(*ends) < 1e-5
+
+    assert distance(*both("sgd", script)) < 1e-5
 
 
 def test_a_gradient_that_is_refused_can_be_given_up(alone):

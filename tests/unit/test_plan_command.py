@@ -36,15 +36,20 @@ def test_nodes_of_any_size_are_planned(words, capsys):
     assert [row for row in rows if row != "N"] == 4 * ["12", "24", "48", "96", "192", "384", "768"]
 
 
-def test_a_link_may_have_no_latency(capsys):
-    assert cli.run([*PLAN, "--latency-ms", "0"]) == 0
-    assert "0.1 Gbit/s, 0 ms" in capsys.readouterr().out
-
-
-def test_hosts_of_one_worker_have_no_columns_of_nodes(capsys):
-    assert cli.run(PLAN) == 0
+@pytest.mark.parametrize(
+    ("words", "told", "untold"),
+    [
+        ([], ["PowerSGD", "\n       2 "], ["hierarchical", "budget"]),  # hosts of one worker: no columns of nodes
+        (["--latency-ms", "0"], ["0.1 Gbit/s, 0 ms"], []),
+        # a run of known length is priced at its density, not at that of a run of any length
+        (["--compression", "auto", "--dgc-total-steps", "5000"], ["density 0.004,"], []),
+        (["--dgc-exchange", "hierarchical", "--dgc-node-size", "4"], ["4 workers a card"], []),  # it had been ignored
+    ],
+)
+def test_what_a_plan_is_made_for(words, told, untold, capsys):
+    assert cli.run([*PLAN, *words]) == 0
     said = capsys.readouterr().out
-    assert "hierarchical" not in said and "PowerSGD" in said and "\n       2 " in said
+    assert all(text in said for text in told) and not any(text in said for text in untold)
 
 
 def priced(name: str, seconds: float) -> Cost:
@@ -72,12 +77,6 @@ def test_a_plan_is_drawn(tmp_path, capsys):
     assert capsys.readouterr().out == "", "it is refused before anything is measured"
 
 
-def test_a_run_of_known_length_is_priced_at_its_density(capsys):
-    """Not at the one of a run of any length."""
-    assert cli.run([*PLAN, "--compression", "auto", "--dgc-total-steps", "5000"]) == 0
-    assert "density 0.004," in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("flag", [flag for told, _ in flags.TOLD for flag in told])
 def test_an_empty_value_is_refused(flag):
     """It had switched off what was asked for."""
@@ -86,16 +85,8 @@ def test_an_empty_value_is_refused(flag):
             cli.run([*words, f"{flag}=", "true"])
 
 
-def test_a_nodes_size_of_the_job_is_that_of_the_plan(capsys):
-    """It had been ignored."""
-    assert cli.run([*PLAN, "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"]) == 0
-    assert "4 workers a card" in capsys.readouterr().out
-
-
 def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
     """The density that was asked for had been shown, and a budget that cannot be kept to went unsaid."""
-    assert cli.run(PLAN) == 0
-    assert "budget" not in capsys.readouterr().out
     assert cli.run([*PLAN, "--dgc-budget", "4kB"]) == 0
     said = capsys.readouterr().out
     first, second, *_ = said.splitlines()
@@ -125,19 +116,18 @@ def test_a_model_finds_what_lies_beside_its_file_and_may_print(tmp_path):
     assert shapes_of(model(tmp_path, text, beside="SHAPE = (30, 10)")) == [TensorSpec("w", (30, 10))]
 
 
-@pytest.mark.parametrize("shape", ["(2**62, 2**62)", "(10**4000, 10**4000)", "(10**12, 2)", "(0, 5)", "(10**9999,)"])
-def test_a_model_that_cannot_be_is_refused(tmp_path, shape):
-    with pytest.raises(ConfigError, match=r"(from 1 to 1000B elements|must return)"):
-        shapes_of(model(tmp_path, f"def make():\n    return [('w', {shape})]"))
-
-
-@pytest.mark.parametrize("shape", ["(2.5, 3)", "(True, 3)", "('4', 3)"])
-def test_sizes_of_a_model_are_whole(tmp_path, shape):
-    """They had been cut off."""
-    with pytest.raises(
-        ConfigError, match=r"the shape of 'w' has the size (2\.5|True|'4'); sizes must be whole numbers"
-    ):
-        shapes_of(model(tmp_path, f"def make():\n    return [('w', {shape})]"))
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        *((shapes, r"(from 1 to 1000B elements|must return)") for shapes in (
+            "(2**62, 2**62)", "(10**4000, 10**4000)", "(10**12, 2)", "(0, 5)", "(10**9999,)")),
+        *((f"({size}, 3)", f"the shape of 'w' has the size {size}; sizes must be whole numbers") for size in (
+            "2.5", "True", "'4'")),  # they had been cut off
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_is_refused(tmp_path, shapes, said):
+    with pytest.raises(ConfigError, match=said):
+        shapes_of(model(tmp_path, f"def make():\n    return [('w', {shapes})]"))
 
 
 @pytest.mark.parametrize(

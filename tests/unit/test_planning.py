@@ -15,11 +15,9 @@ from benchmarks.planning import simulation
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import card_bytes
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.planning import cluster as formulas
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine
@@ -33,9 +31,10 @@ from dgc_horovod.planning.cost_model import (
     power_sgd_elements,
     traffic_of,
 )
-from dgc_horovod.stats import Traffic
 from dgc_horovod.tools.plan import measured, shapes_of, tensors
 from dgc_horovod.tools.plan_table import best, ranges, table
+from tests.helpers.data import as_array
+from tests.helpers.engines import make_exchange
 
 RATES, LATENCIES, DENSITIES = (1e8, 1e9, 1e10), (20e-6, 1e-3, 40e-3), (0.001, 0.01)
 SPECS = tensors(25_600_000, DGCConfig())
@@ -53,27 +52,25 @@ def methods_of(cluster: Cluster) -> list[str]:
 @pytest.mark.parametrize("workers, density", [(2, 0.001), (16, 0.001), (64, 0.25)])
 def test_bytes_are_those_that_the_exchange_counts(workers, density):
     config = DGCConfig(density=density, bucket_bytes=4 * 2**20, momentum_correction=False)
-    specs, kernels, traffic = tensors(3_000_000, config), registry.choose("cpu"), Traffic()
-    exchange = OptimizerExchange(specs, config, lambda name: kernels, 0, workers, True, traffic)
+    specs = tensors(3_000_000, config)
+    exchange = make_exchange(specs, config, workers=workers)
     for engine in exchange.engines:
         gradient = np.random.default_rng(0).standard_normal(engine.bucket.numel).astype(np.float32)
-        engine.add_gradient(0, kernels.from_host(gradient), ErrorFeedback())
+        engine.add_gradient(0, as_array(engine.kernels, gradient), ErrorFeedback())
         exchange.compress(engine)
     by_allreduce = 0 if workers == 2 else 2 * (workers - 1) * 4 * 6_000 // workers
     planned = cost("flat", specs, config, Cluster(workers, GIGABIT), MACHINE)
-    assert traffic.received + by_allreduce == planned.card_bytes == card_bytes(specs, config, Topology(0, workers))
+    assert exchange.counts.traffic.received + by_allreduce == planned.card_bytes
+    assert planned.card_bytes == card_bytes(specs, config, Topology(0, workers))
 
 
 def test_several_workers_behind_a_card():
     """A ring of all crosses a card once; an alltoall brings each of them what it gets from other nodes."""
     ring, direct = Round("r", ALLGATHER, "uint8", 1000), Round("a", "alltoall", "uint8", 1600)
     alone, nodes = Cluster(16, GIGABIT), Cluster(16, GIGABIT, 4)
-    for cluster, of_ring, of_direct in ((alone, 15_000, 1_500), (nodes, 15_000, 4 * 12 * 100)):
-        place = cluster.workers, cluster.node_size
-        assert (formulas.through_card(ring, *place), formulas.through_card(direct, *place)) == (
-            of_ring,
-            of_direct,
-        )
+    for cluster, *expected in ((alone, 15_000, 1_500), (nodes, 15_000, 4 * 12 * 100)):
+        found = [formulas.through_card(each, cluster.workers, cluster.node_size) for each in (ring, direct)]
+        assert found == expected
 
 
 def test_power_sgd_sends_two_factors():
@@ -92,29 +89,20 @@ def test_an_allreduce_by_hand():
     assert found == pytest.approx(3 * (max(on_wire, part * 1e-8) + hop) + 3 * (on_wire + hop))
 
 
-def worst_of(workers: int, node_size: int) -> float:
-    """Largest deviation of the closed form from the simulation, over links, densities and methods."""
-    deviations = []
+LARGE = itertools.product((64, 128, 256, 512, 1024), (1, 4, 8))
+MANY = [pytest.param(*each, marks=pytest.mark.slow) for each in LARGE]
+
+
+@pytest.mark.parametrize("workers, node_size", [(2, 1), (4, 1), (8, 1), (8, 4), (16, 4), (16, 8), (32, 8), *MANY])
+def test_the_simulation_agrees(workers, node_size):
+    """With the closed form, over links, densities and methods."""
     for rate, latency in itertools.product(RATES, LATENCIES):
         cluster = Cluster(workers, Link(rate, latency), node_size)
         for density, method in itertools.product(DENSITIES, methods_of(cluster)):
             if method in EXCHANGES or density == DENSITIES[0]:
                 traffic = traffic_of(method, SPECS, DGCConfig(density=density), cluster)
                 simulated = simulation.seconds(traffic, cluster, MACHINE)
-                deviations.append(abs(traffic.seconds(cluster, MACHINE) / simulated - 1))
-    return max(deviations)
-
-
-@pytest.mark.parametrize("workers, node_size", [(2, 1), (4, 1), (8, 1), (8, 4), (16, 4), (16, 8), (32, 8)])
-def test_the_simulation_agrees(workers, node_size):
-    assert worst_of(workers, node_size) <= 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [64, 128, 256, 512, 1024])
-@pytest.mark.parametrize("node_size", [1, 4, 8])
-def test_the_simulation_agrees_to_1024_workers(workers, node_size):
-    assert worst_of(workers, node_size) <= 0.05
+                assert abs(traffic.seconds(cluster, MACHINE) / simulated - 1) <= 0.05, (rate, latency, density, method)
 
 
 @given(st.sampled_from([2, 16, 64]), st.sampled_from([1, 4]), st.floats(1e7, 1e11), st.floats(0, 0.1))
@@ -221,28 +209,26 @@ def test_a_plan_of_many_buckets_is_the_sum_of_all(method):
     assert whole.seconds(cluster, MACHINE) == pytest.approx(once + parts)
 
 
-def test_shapes_of_a_function(tmp_path):
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("[]", "there must be from 1 to 1000B elements to train in it, got 0"),
+        ("[('w', (0, 3))]", "there must be from 1 to 1000B elements to train in it, got 0"),
+        ("[('w', (-3, 4))]", r"the shape of 'w' is \(-3, 4\); sizes must be at least 0"),
+    ],
+)
+def test_shapes_of_a_function(tmp_path, made, said):
     file = tmp_path / "mine.py"
-    shapes = {"make": [("w", (3, 4)), ("b", (3,))], "none": [], "empty": [("w", (0, 3))], "less": [("w", (-3, 4))]}
-    file.write_text("\n".join(f"def {name}():\n    return {made}" for name, made in shapes.items()))
+    file.write_text(f"def make():\n    return [('w', (3, 4)), ('b', (3,))]\ndef wrong():\n    return {made}")
     assert shapes_of(f"{file}:make") == [TensorSpec("w", (3, 4)), TensorSpec("b", (3,))]
-    for target, said in (
-        (f"{file}:absent", "absent"),
-        (f"{file}:none", "there must be from 1 to 1000B elements to train in it, got 0"),
-        (f"{file}:empty", "there must be from 1 to 1000B elements to train in it, got 0"),
-        (f"{file}:less", r"the shape of 'w' is \(-3, 4\); sizes must be at least 0"),
-        ("mine", "module:function"),
-    ):
-        with pytest.raises(ConfigError, match=said):
+    for target, words in ((f"{file}:wrong", said), (f"{file}:absent", "absent"), ("mine", "module:function")):
+        with pytest.raises(ConfigError, match=words):
             shapes_of(target, sys.executable)
 
 
 def test_shapes_of_a_torch_module():
     pytest.importorskip("torch")
-    assert shapes_of(f"{__file__}:linear") == [
-        TensorSpec("weight", (2, 3)),
-        TensorSpec("bias", (2,)),
-    ]
+    assert shapes_of(f"{__file__}:linear") == [TensorSpec("weight", (2, 3)), TensorSpec("bias", (2,))]
 
 
 def linear():

@@ -15,12 +15,11 @@ from dgc_horovod.core.selection import accepted_counts, select
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import DATA, as_array, each_backend
+from tests.helpers.data import DATA, as_array
 
 NUMEL = 200_000
 
 
-@each_backend
 @pytest.mark.parametrize("kind", ["normal", "log-normal scaled", "ties"])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_selection_is_the_same_for_every_threshold(rule, kind, kernels):

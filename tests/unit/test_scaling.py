@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -31,13 +32,17 @@ def scaler_of(scale):
     return torch.amp.GradScaler("cpu", init_scale=scale)
 
 
+def end_step(optimizer, scaler):
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def scale_at(optimizer, seen, scaler=None):
     """The scale that a backward pass finds, and what comes after it, in a step with `scaler`, or without one."""
     found = backward(optimizer, seen, scaler)
     assert seen.get_scale() == found
     if scaler is not None:
-        scaler.step(optimizer)
-        scaler.update()
+        end_step(optimizer, scaler)
     else:
         optimizer.step()
     optimizer.zero_grad()
@@ -56,44 +61,28 @@ def backward(optimizer, seen, scaler=None):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_new_scaler_each_epoch(kept):
-    optimizer, seen = watched()
-    scalers = []
-    for scale in (8.0, 16.0, 32.0):
-        scaler = scaler_of(scale)
-        assert [scale_at(optimizer, seen, scaler) for _ in range(3)] == [scale] * 3
-        if kept:
-            scalers.append(scaler)
-        del scaler
-        gc.collect()
-
-
-def test_a_scaler_that_comes_after_steps_without_one():
-    optimizer, seen = watched()
-    assert scale_at(optimizer, seen) == 1
-    scaler = scaler_of(8.0)
-    assert [scale_at(optimizer, seen, scaler) for _ in range(2)] == [8, 8]
-
-
-def test_two_optimizers_with_one_scaler_each_one_with_none():
-    (first, of_first), (second, of_second) = watched(), watched()
-    (none, of_none), one, other = watched(), scaler_of(8.0), scaler_of(32.0)
-    scale_at(none, of_none)
-    for step in range(3):
-        assert scale_at(first, of_first, one) == 8
-        assert scale_at(second, of_second, other) == 32
-        assert scale_at(none, of_none) == 1, step
-
-
-def test_two_optimizers_and_a_scaler_that_both_share_anew_each_epoch():
-    (first, of_first), (second, of_second) = watched(), watched()
-    for scale in (8.0, 16.0):
-        scaler = scaler_of(scale)
-        for _ in range(2):
-            assert scale_at(first, of_first, scaler) == scale
-            assert scale_at(second, of_second, scaler) == scale
-        del scaler
-        gc.collect()
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "a8 a8 a8 a16 a16 a16 a32 a32 a32",  # a new scaler each epoch
+        "a8 b8 a8 b8 a16 b16 a16 b16",  # which two optimizers share
+        "a1 a8 a8",  # the first comes after steps without one
+        "a1 b8 c32 a1 b8 c32 a1 b8 c32",  # an optimizer without one beside two with one each
+        "a8 a8 a1 a1 a8 a8 a1",  # divided by the scale of before, weights grew to 1e18 in three steps
+        "a8 b1 b1 a8",  # a new optimizer without the scaler of the one before
+    ],
+)
+def test_each_step_has_the_scale_of_its_scaler(steps, kept):
+    """Of its optimizer and its loss scale, 1 without a scaler; scalers live on, or end with their last step."""
+    optimizers, scalers, ahead = defaultdict(watched), {}, [int(step[1:]) for step in steps.split()]
+    for step in steps.split():
+        (optimizer, seen), scale = optimizers[step[0]], ahead.pop(0)
+        if scale > 1 and scale not in scalers:
+            scalers[scale] = scaler_of(float(scale))
+        assert scale_at(optimizer, seen, scalers.get(scale)) == scale
+        if not kept and scale not in ahead:
+            scalers.pop(scale, None)
+            gc.collect()
 
 
 @pytest.mark.parametrize("uneven", ["join", "no batch"])
@@ -111,22 +100,6 @@ def test_a_step_without_a_loss_has_the_scale_of_before(uneven):
     if uneven == "no batch":
         passes.comes("a")
         assert seen.get_scale() == 1
-
-
-def test_a_scaler_that_is_switched_off_and_on():
-    """The first gradient without a loss scale was divided by it: weights grew to 1e18 in three steps."""
-    optimizer, seen = watched()
-    scaler = scaler_of(8.0)
-    for used in (True, True, False, False, True, True, False):
-        assert scale_at(optimizer, seen, scaler if used else None) == (8 if used else 1)
-
-
-def test_a_new_optimizer_without_the_scaler_of_the_one_before():
-    (first, of_first), scaler = watched(), scaler_of(8.0)
-    scale_at(first, of_first, scaler)
-    second, of_second = watched()
-    assert [scale_at(second, of_second) for _ in range(2)] == [1, 1]
-    assert scale_at(first, of_first, scaler) == 8
 
 
 @pytest.mark.parametrize("updated", ["at once", "at the end"])
@@ -163,8 +136,7 @@ def test_several_backward_passes_of_a_step_have_its_scale():
     scaler = scaler_of(8.0)
     for _ in range(2):
         assert [backward(optimizer, seen, scaler) for _ in range(3)] == [8] * 3
-        scaler.step(optimizer)
-        scaler.update()
+        end_step(optimizer, scaler)
 
 
 def test_a_step_that_is_skipped_ends_as_any_other():
@@ -174,8 +146,7 @@ def test_a_step_that_is_skipped_ends_as_any_other():
     for _ in range(2):
         backward(optimizer, seen, scaler)
         p.grad.fill_(torch.inf)
-        scaler.step(optimizer)
-        scaler.update()
+        end_step(optimizer, scaler)
         optimizer.zero_grad()
     assert [scale_at(optimizer, seen, scaler), scale_at(optimizer, seen)] == [2, 1]
 

@@ -18,8 +18,8 @@ from dgc_horovod.planning import trial
 from dgc_horovod.state import manifest
 from dgc_horovod.state.handing_on import handed_on
 from dgc_horovod.state.residual_state import EARLIER_FP16, MODES, UNDECIDED, ResidualState
-from tests.helpers.sealed import GONE, JUNK, of_npz, places, replaced
-from tests.unit.test_state import assert_equal, load, of_node, save, state_of
+from tests.helpers.saved import assert_equal, load, of_node, save, state_of
+from tests.helpers.sealed import GONE, JUNK, of_npz, places, replaced, there
 
 MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 EARLIER = {"node_size", "mode", "clips", "method", "runs", "second"}  # unknown to earlier versions
@@ -37,19 +37,27 @@ def is_refused(before: Any, junk: Any, path: tuple[Any, ...]) -> bool:
     """Whether `junk` in the place of `before` can be nothing that a save has written."""
     if junk is GONE:
         return path[0] not in EARLIER and len(path) == 1
-    if type(before) is dict:
-        return type(junk) is not dict
-    if type(before) is list:
-        return type(junk) is not list
-    if type(before) is str:
-        return type(junk) is not str or junk == "\ud800"
-    if type(before) is bool:
-        return type(junk) is not bool
+    if type(before) in (dict, list, str, bool):
+        return type(junk) is not type(before) or junk == "\ud800"
     if path[0] == "epoch":
         return type(junk) in (bool, str, list, dict) or junk in (0.5, 2**80, -(2**80), 10**400) or junk != junk
     if type(before) is int and path[0] not in ("measured", "clips"):
         return type(junk) is not int and junk is not None
     return type(junk) in (str, list, dict, bool)
+
+
+def junk_in_head(sound: bytes, data: Any, junk: Any) -> tuple[bytes, tuple[Any, ...], Any]:
+    """An ``.npz`` file with `junk` somewhere in its head; the path, and what stood there."""
+    where: list[Any] = []
+
+    def change(head: dict[str, Any], arrays: dict[str, Any]) -> None:
+        path = data.draw(st.sampled_from(list(places(head))))
+        where.extend((path, there(head, path)))
+        made = replaced(head, path, junk)
+        head.clear()
+        head.update(made)
+
+    return of_npz(change)(sound), *where
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +75,7 @@ def test_a_manifest(folder, data, junk):
     body = json.loads(sound)
     del body["digest"], body["dgc_horovod"]
     path = data.draw(st.sampled_from(list(places(body))))
-    before = body
-    for key in path:
-        before = before[key]
+    before = there(body, path)
     changed = replaced(body, path, junk)
     file.write_text(json.dumps({**changed, "digest": manifest.digest(json.dumps(changed, sort_keys=True).encode())}))
     try:
@@ -86,19 +92,7 @@ def test_a_manifest(folder, data, junk):
 @MANY
 @given(data=st.data(), junk=st.sampled_from(JUNK))
 def test_the_head_of_a_record(data, junk):
-    def change(head: dict[str, Any], arrays: dict[str, Any]) -> None:
-        path = data.draw(st.sampled_from(list(places(head))))
-        before = head
-        for key in path:
-            before = before[key]
-        where.append((path, before))
-        made = replaced(head, path, junk)
-        head.clear()
-        head.update(made)
-
-    where: list[Any] = []
-    sealed = of_npz(change)(state().to_bytes())
-    path, before = where[0]
+    sealed, path, before = junk_in_head(state().to_bytes(), data, junk)
     try:
         found = ResidualState.from_bytes(sealed, "rank0.npz")
         assert not is_refused(before, junk, path), f"{path}: {junk!r} was taken for {before!r}"
@@ -122,6 +116,11 @@ def test_an_array(part, change):
     sealed = of_npz(lambda head, arrays: arrays.update({key: ARRAYS[change](arrays[key])}))(state().to_bytes())
     with pytest.raises(CheckpointError, match=rf"rank0.npz is damaged: array '{key}' must be"):
         ResidualState.from_bytes(sealed, "rank0.npz")
+    if part != "thresholds":  # `OptimizerExchange.load` failed with half of it loaded
+        record, name = state().to_dict(), "b" if part in ("first", "second") else "a"
+        record["tensors"][name][part] = ARRAYS[change](record["tensors"][name][part])
+        with pytest.raises(CheckpointError, match="no dict of residual_state_dict"):
+            ResidualState.from_dict(record)
 
 
 def test_what_is_owed_goes_with_a_residual():
@@ -148,9 +147,7 @@ def test_modes_are_those_of_a_trial():
 def test_a_dict(data, junk):
     sound = state().to_dict()
     path = data.draw(st.sampled_from(list(places(sound))))
-    before: Any = sound
-    for key in path:
-        before = before[key]
+    before = there(sound, path)
     is_array = isinstance(before, np.ndarray)
     try:
         ResidualState.from_dict(replaced(sound, path, junk))
@@ -160,7 +157,11 @@ def test_a_dict(data, junk):
         assert str(path[0]) in str(error) or path[0] == "tensors", (path, error)
 
 
-@pytest.mark.parametrize("record", [None, [], "text", {}, {"rank": 0}, {**state().to_dict(), "colour": "red"}], ids=str)
+OTHERS = ({"colour": "red"}, {"tensors": {"b": {"w": np.ones(3, np.float32)}}})
+NO_DICTS = [None, [], "text", {}, {"rank": 0}, *({**state().to_dict(), **other} for other in OTHERS)]
+
+
+@pytest.mark.parametrize("record", NO_DICTS, ids=range(len(NO_DICTS)))
 def test_what_is_no_dict_of_ours(record):
     torch_state = pytest.importorskip("dgc_horovod.torch.state")
     for read in (ResidualState.from_dict, torch_state.from_dict):
@@ -247,6 +248,9 @@ def test_a_model_with_names_of_before_is_loaded_by_its_own_hook():
     state.check_fits("model.bin", saved, optimizer)
 
 
+ODD_BYTES = [np.ones(3), np.ones(5, np.uint8), np.ones((1, 24), np.uint8), np.array("text")]
+
+
 @MANY
 @given(data=st.data(), junk=st.sampled_from([*JUNK, "array"]))
 def test_the_file_of_a_keras_model(data, junk):
@@ -256,27 +260,18 @@ def test_the_file_of_a_keras_model(data, junk):
 
     variables, outer = [tf.Variable(tf.ones((2, 3))), tf.Variable(7, dtype=tf.int64)], [tf.Variable(tf.zeros(3))]
     sound = keras_state._dumped(variables, outer, {"trained": [0, -1], "exchanged": [0]}, {"epoch": 7})
-    where: list[Any] = []
-
-    def change(head: dict[str, Any], arrays: dict[str, Any]) -> None:
-        if junk == "array":
-            arrays[data.draw(st.sampled_from(sorted(arrays)))] = data.draw(st.sampled_from(
-                [np.ones(3), np.ones(5, np.uint8), np.ones((1, 24), np.uint8), np.array("text")]))  # fmt: skip
-            where.append(("array",))
-            return
-        where.append(data.draw(st.sampled_from(list(places(head)))))
-        made = replaced(head, where[0], junk)
-        head.clear()
-        head.update(made)
-
-    sealed = of_npz(change)(sound)
+    if junk == "array":
+        key, odd = (data.draw(st.sampled_from(each)) for each in (["0", "1", "2"], ODD_BYTES))
+        sealed, where = of_npz(lambda head, arrays: arrays.update({key: odd}))(sound), ("array",)
+    else:
+        sealed, where, _ = junk_in_head(sound, data, junk)
     try:
         saved = keras_state._Saved.read("model.bin", sealed)
         saved.check(variables, outer)
     except CheckpointError as error:
         assert "model.bin" in str(error) or "of another model" in str(error), (where, error)
         return
-    assert where[0] != ("array",), "it was taken"
+    assert where != ("array",), "it was taken"
     saved.assign(variables, outer, 1)
     assert [variable.numpy().tolist() for variable in variables] == [[[1.0] * 3] * 2, 7]
     assert dict(saved.head["extra"]) is not None

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from dgc_horovod.arithmetic import Adam, Options
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.core.second_moment import FLOOR, GAIN, INTERVAL, Moment, SecondMoments, matrix_of
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.kernels.contract import ErrorFeedback, SharedMoment
-from dgc_horovod.stats import Traffic
-from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy, each_backend
+from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
+from tests.helpers.engines import make_exchange
 
 SHAPES = {
     "linear": (40, 50),
@@ -29,24 +28,15 @@ B2, EPS = 0.9, 1e-8
 
 def gradients(ranks, step=0):
     """Of every rank and tensor, with much in common; rows of very different size."""
-    rng = np.random.default_rng([step, 99])
-    made = []
-    for rank in range(ranks):
-        own = np.random.default_rng([step, rank])
-        each = {}
-        for name, shape in SHAPES.items():
-            a, b = matrix_of(shape)
-            common = rng.standard_normal(a * b) if not rank else None
-            each[name] = own.standard_normal(a * b), common
-        made.append(each)
-    found = []
-    for each in made:
-        of_rank = {}
-        for name, shape in SHAPES.items():
-            a, b = matrix_of(shape)
-            whole = (each[name][0] + made[0][name][1]) * np.repeat(10.0 ** (np.arange(a) % 4 - 2), b)
+    common = np.random.default_rng([step, 99])
+    found = [{} for _ in range(ranks)]
+    for name, shape in SHAPES.items():
+        a, b = matrix_of(shape)
+        shared = common.standard_normal(a * b)
+        for rank, of_rank in enumerate(found):
+            own = np.random.default_rng([step, rank, len(name)]).standard_normal(a * b)
+            whole = (own + shared) * np.repeat(10.0 ** (np.arange(a) % 4 - 2), b)
             of_rank[name] = whole[: int(np.prod(shape))].astype(np.float32)
-        found.append(of_rank)
     return found
 
 
@@ -77,7 +67,6 @@ def test_a_tensor_as_a_matrix(shape, matrix):
     assert matrix_of(shape) == matrix
 
 
-@each_backend
 def test_rows_and_columns_are_means_of_squares(kernels):
     """Of what every rank has, by the definition; all ranks know the same bits."""
     every, of_ranks = made(3), gradients(3)
@@ -138,15 +127,13 @@ def test_what_stock_adam_knows_is_known_again(a, b, steps):
 
 
 def test_sums_are_of_so_many_directions():
-    averaged, summed = made(4)[:1], made(4, averages=False)[:1]
-    factors = []
-    for second in (*averaged, *summed):
+    for averages, square, factor in ((True, 1.0, GAIN), (False, 16.0, GAIN / 4)):  # a quarter of the sum's
+        second = made(4, averages)[0]
         second.begin("linear", B2, EPS)
-        second["linear"].take(np.full(2000, 16.0 if second is summed[0] else 1.0), 30, B2)
+        second["linear"].take(np.full(2000, square), 30, B2)
         rows, columns = second["linear"].factors(EPS)
-        factors.append(rows[0] * columns[0])
-    assert factors[0] == pytest.approx(GAIN) and factors[1] == pytest.approx(GAIN / 4), "a quarter of the sum's"
-    assert float(summed[0]["linear"].square().mean()) == pytest.approx(16)
+        assert rows[0] * columns[0] == pytest.approx(factor)
+        assert float(second["linear"].square().mean()) == pytest.approx(square)
 
 
 def test_all_are_measured_at_the_first_step_and_then_in_turn():
@@ -220,12 +207,11 @@ def test_what_is_kept_is_loaded_cleared_and_rescaled():
     assert not second.known
 
 
-@each_backend
 def test_a_gradient_keeps_the_rate_that_it_came_with_while_the_rate_rises(kernels):
     """What is applied, and what the residual still owes at the last rate, is what each step's own rate gives."""
     spec = TensorSpec("w", (40, 50))
     config = DGCConfig(density=0.02, min_numel=1, values="fp32")
-    exchange = OptimizerExchange([spec], config, lambda name: kernels, 0, 1, True, Traffic())
+    exchange = make_exchange([spec], config, kernels)
     arithmetic, (engine,) = Adam(), exchange.engines
     applied, owed = np.zeros(spec.numel), np.zeros(spec.numel)
     for step, rate in enumerate([0.0, 0.1, 0.2, 0.2, 0.5, 1.0, 1.0]):

@@ -14,15 +14,10 @@ from dgc_horovod.core.candidates import ResidualView
 from dgc_horovod.core.selection import accepted_counts, select
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.wire.codecs import VALUE_CODECS
-from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, EACH, as_array
+from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
 
 SIZES = [1, 2, 63, 100, 4097]
 DENSITIES = [0.001, 0.01, 0.1, 0.5]
-
-
-@pytest.fixture(params=EACH)
-def kernels(request):
-    return request.param
 
 
 def chosen(rule, kernels, x, k, seed=0):

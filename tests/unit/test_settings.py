@@ -216,6 +216,7 @@ def shown(job, key):
         ({"DGC_SEED": "1e999999999"}, {}, "seed must be a whole number"),
         ({"DGC_DENSITY": "٠.١"}, {}, "density must be a number"),
         ({"DGC_MAX_BYTES_PER_STEP": "9e18K"}, {}, "max_bytes_per_step must be a whole number of bytes below 2.63"),
+        *(({"DGC_MAX_BYTES_PER_STEP": text}, {}, "max_bytes_per_step") for text in ("0", "-1MB", "2TB", "much", "0.5")),
         ({"DGC_NODE_SIZE": "4"}, {}, r"--dgc-node-size 4 has no meaning with exchange flat \(default\)"),
         ({"DGC_NODE_SIZE": "4", "DGC_EXCHANGE": "sharded"}, {}, r"exchange sharded \(flag --dgc-exchange\)"),
     ],
@@ -282,11 +283,7 @@ def test_a_file_that_switches_compression_off(tmp_path, word):
     job = resolve({}, {}, [(path, config_file.load(path)), ("all.yaml", EVERYONES)])
     assert job.method == "none" and job.config is None and shown(job, "method") == f"none {path}"
     assert config_file.load(write(tmp_path, "compression:")) == {}
-
-
-@pytest.mark.parametrize("word", ["off", "no", "false"])
-def test_a_method_that_is_off_is_none(tmp_path, word):
-    """It had been called no single value."""
+    # it had been called no single value
     assert config_file.load(write(tmp_path, f"compression: {{method: {word}}}")) == {"DGC_COMPRESSION": "none"}
 
 

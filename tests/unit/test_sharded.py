@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,41 +17,19 @@ from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.exchange.sharded import CHUNK, ShardedExchange, Shards
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import BACKENDS, as_array, as_numpy, each_backend
-from tests.unit.test_exchanges import carried
+from tests.helpers.data import BACKENDS, as_numpy
+from tests.helpers.engines import make_engines
+from tests.helpers.engines import stepped as engines_stepped
 
 SHARDED = DGCConfig(density=0.01, exchange="sharded", values="fp32")
 
 
-def engines_of(workers, numel, kernels=BACKENDS[0], config=SHARDED, segments=3):
-    cuts = np.linspace(0, numel, segments + 1).astype(int)
-    bucket = Bucket(0, tuple(Segment(str(a), int(a), int(b - a)) for a, b in itertools.pairwise(cuts)))
-    return [BucketEngine(bucket, config, kernels, rank, workers) for rank in range(workers)]
+def engines_of(workers, numel, kernels=BACKENDS[0]):
+    third = numel // 3
+    return make_engines(SHARDED, kernels, workers, third, third, numel - 2 * third)
 
 
-def stepped(engines, gradients, step=0, density=0.01, commits=True):
-    """One step of all ranks by error feedback; the sum over ranks of what was sent on."""
-    buffers = []
-    for engine, gradient in zip(engines, gradients, strict=True):
-        for i, segment in enumerate(engine.bucket.segments):
-            engine.add_gradient(i, as_array(engine.kernels, gradient[segment.place]), ErrorFeedback())
-        buffers.append(engine.compress(1.0, step, density).payload.copy())
-    for collective in engines[0].exchange.rounds:
-        parts = carried(collective, buffers, engines)
-        found = [engine.receive(part.copy()) for engine, part in zip(engines, parts, strict=True)]
-        buffers = [None if each is None else each.copy() for each in found]
-    updates = []
-    for engine in engines:
-        outputs = [as_array(engine.kernels, np.zeros(s.numel, np.float32)) for s in engine.bucket.segments]
-        for i, output in enumerate(outputs):
-            engine.outputs.put(i, output)
-        engine.aggregate_into(1.0)
-        engine.settle()
-        if commits:
-            engine.commit()
-        updates.append(np.concatenate([as_numpy(engine.kernels, output) for output in outputs]))
-    assert len({update.tobytes() for update in updates}) == 1
-    return updates[0]
+stepped = partial(engines_stepped, accumulation=ErrorFeedback(), density=0.01)
 
 
 def drawn(engines, step):
@@ -73,7 +51,6 @@ def test_every_element_has_one_owner(numel, workers):
     assert shards.size <= numel / workers + CHUNK
 
 
-@each_backend
 def test_an_owner_sends_on_the_largest_sums_and_keeps_the_rest(kernels):
     """Two steps beside the equations, on the whole vector, in NumPy."""
     workers, numel = 4, 50_000
@@ -84,7 +61,7 @@ def test_an_owner_sends_on_the_largest_sums_and_keeps_the_rest(kernels):
     residuals, remainder = [np.zeros(numel, np.float32) for _ in engines], np.zeros(numel, np.float32)
     for step in range(2):
         gradients = drawn(engines, step)
-        update = stepped(engines, gradients, step)
+        update = stepped(engines, gradients, step=step)
         expected = np.zeros(numel, np.float32)
         for v, gradient in zip(residuals, gradients, strict=True):
             v += gradient
@@ -105,7 +82,6 @@ def test_an_owner_sends_on_the_largest_sums_and_keeps_the_rest(kernels):
         np.testing.assert_array_equal(kept[places < numel], remainder[places[places < numel]])
 
 
-@each_backend
 def test_what_does_not_fit_into_a_slot_stays_in_the_residual(kernels):
     engines = engines_of(4, 64_000, kernels)
     gradients = drawn(engines, 0)
@@ -146,21 +122,6 @@ def test_a_bucket_takes_what_brings_the_fewest_bytes():
     assert kind(4, 0.01, numel=1000) is IMPLEMENTATIONS["allgather"], "heads weigh more than elements"
 
 
-@each_backend
-def test_a_step_that_is_taken_back_leaves_the_remainder_bit_for_bit(kernels):
-    engines = engines_of(4, 50_000, kernels)
-    for step in range(3):
-        stepped(engines, drawn(engines, step), step)
-    before = [as_numpy(kernels, engine.state.remainder).copy() for engine in engines]
-    assert all(np.count_nonzero(each) > 100 for each in before)
-    stepped(engines, drawn(engines, 3), 3, commits=False)
-    for engine, each in zip(engines, before, strict=True):
-        assert (as_numpy(kernels, engine.state.remainder) != each).any()
-        engine.rollback()
-        np.testing.assert_array_equal(as_numpy(kernels, engine.state.remainder), each)
-
-
-@each_backend
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_remainder_beyond_fp32_starts_again_and_the_step_is_skipped(kernels):
     engines = engines_of(4, 50_000, kernels)
@@ -174,31 +135,29 @@ def test_a_remainder_beyond_fp32_starts_again_and_the_step_is_skipped(kernels):
     assert [np.count_nonzero(as_numpy(kernels, engine.state.remainder)) for engine in engines] == [0] * 4
     for engine in engines:
         engine.clear()
-    stepped(engines, drawn(engines, 1), 1)
+    stepped(engines, drawn(engines, 1), step=1)
     assert {engine.outcome.finite for engine in engines} == {True}
 
 
-@each_backend
 def test_an_exchange_without_owners_takes_over_what_they_owe(kernels):
     """As when the density rises, or a checkpoint is loaded with other settings."""
     engines = engines_of(4, 50_000, kernels)
     stepped(engines, drawn(engines, 0))
     owed = [engine.state.full_vector("v") for engine in engines]
     zeros = [np.zeros(50_000, np.float32)] * 4
-    update = stepped(engines, zeros, 1, density=1.0)
+    update = stepped(engines, zeros, step=1, density=1.0)
     assert all(engine.state.remainder is None for engine in engines)
     np.testing.assert_allclose(update, np.sum(owed, axis=0, dtype=np.float64), rtol=1e-5, atol=1e-5)
 
 
-@each_backend
 def test_what_is_kept_is_read_written_and_faded_by_segment(kernels):
     ours, others = engines_of(3, 30_011, kernels), engines_of(3, 30_011, kernels)
     for step in range(3):
-        stepped(ours, drawn(ours, step), step)
+        stepped(ours, drawn(ours, step), step=step)
     for one, other in zip(ours, others, strict=True):
         for i in range(3):
             other.state.write(i, one.state.read(i))
-    after = [stepped(engines, drawn(ours, 3), 3) for engines in (ours, others)]
+    after = [stepped(engines, drawn(ours, 3), step=3) for engines in (ours, others)]
     np.testing.assert_array_equal(*after)
     one, flat = ours[1], BucketEngine(ours[1].whole, SHARDED.replace(exchange="flat"), kernels, 1, 3)
     for i in range(3):  # where nobody owns anything it is residual

@@ -11,55 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc_horovod.config import RULES, DGCConfig
-from dgc_horovod.core.engine import BucketEngine
+from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import CheckpointError, DGCError
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
 from dgc_horovod.state import checkpoint, manifest
 from dgc_horovod.state.handing_on import handed_on, needed, shares
 from dgc_horovod.state.parts import ADAM_UPDATES
 from dgc_horovod.state.residual_state import ResidualState
-from dgc_horovod.wire.bucket import Bucket, Segment
-from tests.helpers.data import as_array, each_backend
+from tests.helpers.saved import assert_equal, load, of_node, save, state_of
+from tests.helpers.sealed import of_npz
 
 WORKERS = st.integers(1, 12)
-
-
-class Alone:
-    """The collectives of a job of one rank."""
-
-    rank, workers = 0, 1
-
-    def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
-        return [data]
-
-
-def save(folder, step: int, model: bytes, state: ResidualState | None, holds: str = "model") -> None:
-    """A checkpoint of one rank."""
-    config = None if state is None else DGCConfig()
-    state = None if state is None else dataclasses.replace(state, step=step)
-    checkpoint.save(folder, Alone(), lambda: checkpoint.Content(holds, model, state, config))
-
-
-def load(folder, config: DGCConfig | None = DGCConfig(), residuals: str = checkpoint.REQUIRED):  # noqa: B008 - frozen
-    """What stands there."""
-    return checkpoint.load(folder, Alone(), config, True, residuals)
-
-
-def state_of(rank: int, workers: int, averages: bool = True, seed: int = 0) -> ResidualState:
-    rng = np.random.default_rng(seed + rank)
-    tensors = {
-        name: {part: rng.standard_normal(numel).astype(np.float32) for part in parts}
-        for name, numel, parts in (
-            ("a", 5, ("v", "u", "remainder")),
-            ("b", 3, ("v", "first", "second")),
-            ("empty", 0, ("v",)),
-        )
-    }
-    state = ResidualState(rank, workers, averages, 7, 2, tensors, {"b": 4}, {"bucket": rng.standard_normal(6)})
-    state.second = {"a": np.random.default_rng(seed).random(7)}  # the same on every rank
-    return state
 
 
 def owed(states: list[ResidualState], name: str, part: str) -> np.ndarray:
@@ -68,27 +30,6 @@ def owed(states: list[ResidualState], name: str, part: str) -> np.ndarray:
     tensors = [state.tensors[name] for state in states]
     total = np.sum([arrays[p].astype(np.float64) for arrays in tensors for p in parts if p in arrays], axis=0)
     return total / len(states) if states[0].averages else total
-
-
-def assert_equal(one: ResidualState, other: ResidualState) -> None:
-    fields = [field.name for field in dataclasses.fields(one) if field.name not in ("tensors", "thresholds", "second")]
-    assert all(getattr(one, name) == getattr(other, name) for name in fields)
-    flat = [
-        {
-            **{(name, part): x for name, arrays in each.tensors.items() for part, x in arrays.items()},
-            **{("second", name): x for name, x in each.second.items()},
-            **each.thresholds,
-        }
-        for each in (one, other)
-    ]
-    assert flat[0].keys() == flat[1].keys()
-    for key, array in flat[0].items():
-        np.testing.assert_array_equal(array, flat[1][key])
-
-
-def test_a_record_survives_its_file():
-    state = state_of(1, 3)
-    assert_equal(ResidualState.from_bytes(state.to_bytes()), state)
 
 
 @given(before=WORKERS, after=WORKERS, averages=st.booleans())
@@ -104,15 +45,6 @@ def test_what_is_owed_does_not_change_with_the_number_of_ranks(before, after, av
     np.testing.assert_allclose(*mean, rtol=1e-5, atol=1e-6)
     assert all((state.step, state.epoch, state.directions) == (7, 2, {"b": 4}) for state in new)
     assert all(state.second["a"].tobytes() == old[0].second["a"].tobytes() for state in new)
-
-
-def of_node(rank: int, workers: int, node_size: int, averages: bool) -> ResidualState:
-    """What one worker of a node keeps: a run of 12 elements, the same number for each."""
-    kept, rng = 12 // node_size, np.random.default_rng([rank, workers])
-    arrays = {part: rng.standard_normal(kept).astype(np.float32) for part in ("v", "u")}
-    start = rank % node_size * kept
-    runs = {"a": [start, 12]} if node_size > 1 else {}
-    return ResidualState(rank, workers, averages, 7, 2, {"a": arrays}, node_size=node_size, runs=runs)
 
 
 @given(
@@ -168,28 +100,6 @@ def test_pairs_are_averaged_and_single_ranks_copied():
     assert shares(3, 4, 2, averages=True) == {1: 1.0}
     assert shares(0, 2, 4, averages=False) == {0: 1.0, 1: 1.0}
     assert shares(3, 4, 2, averages=False) == {1: 0.5}
-
-
-@each_backend
-@pytest.mark.parametrize("rule", RULES)
-def test_an_engine_goes_on_from_what_another_has_kept(kernels, rule):
-    config = DGCConfig(density=0.01, rule=rule, values="fp32")
-    bucket = Bucket(0, (Segment("a", 0, 3000), Segment("b", 3000, 2000)))
-    rng = np.random.default_rng(0)
-    one, other = (BucketEngine(bucket, config, kernels, 0, 1) for _ in range(2))
-    for step in range(12):
-        if step == 6:
-            for i in range(2):
-                other.state.write(i, one.state.read(i))
-            other.thresholds = one.thresholds
-        payloads = []
-        gradients = [rng.standard_normal(segment.numel).astype(np.float32) for segment in bucket.segments]
-        for engine in (one, other) if step >= 6 else (one,):
-            for i, gradient in enumerate(gradients):
-                accumulation = MomentumCorrection(0.9, False) if rule != "sampled" else ErrorFeedback()
-                engine.add_gradient(i, as_array(kernels, gradient), accumulation)
-            payloads.append(engine.compress(1.0, step, 0.01).payload.tobytes())
-        assert len(set(payloads)) == 1
 
 
 def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path):
@@ -299,14 +209,10 @@ def _changed(data: bytes, rng: np.random.Generator) -> bytes:
 
 def test_an_array_of_no_tensor_is_refused():
     """An IndexError had come out."""
-    with np.load(io.BytesIO(state_of(0, 1).to_bytes())) as sound:
-        arrays = {name: sound[name] for name in sound.files}
-    for key in ("7.v", "7.thresholds", "-9.v"):
-        out = io.BytesIO()
-        dtype = np.float64 if key.endswith("thresholds") else np.float32
-        np.savez(out, **arrays, **{key: np.ones(3, dtype)})
+    for key, dtype in (("7.v", np.float32), ("7.thresholds", np.float64), ("-9.v", np.float32)):
+        changed = of_npz(lambda head, arrays: arrays.update({key: np.ones(3, dtype)}))(state_of(0, 1).to_bytes())  # noqa: B023
         with pytest.raises(CheckpointError, match="damaged"):
-            ResidualState.from_bytes(out.getvalue())
+            ResidualState.from_bytes(changed)
 
 
 @pytest.mark.parametrize(("part", "value", "loads"), [("second", np.inf, True), ("second", np.nan, False),
@@ -333,26 +239,6 @@ def test_an_epoch_may_be_any_kind_of_number(tmp_path, epoch):
     assert ResidualState.from_dict(record).epoch == 2
     with pytest.raises(CheckpointError):
         ResidualState.from_dict({**record, "epoch": "2"})
-
-
-@pytest.mark.parametrize(
-    ("part", "change"),
-    [
-        ("v", lambda x: x.reshape(1, -1)),
-        ("v", lambda x: x.astype(np.float64)),
-        ("v", lambda x: np.full_like(x, np.nan)),
-        ("v", lambda x: list(x)),
-        ("w", lambda x: x),
-    ],
-    ids=["two dimensions", "float64", "NaN", "a list", "another part"],
-)
-def test_a_dict_with_other_arrays_is_refused(part, change):
-    """It was taken, and `OptimizerExchange.load` failed with half of it loaded."""
-    record = state_of(0, 1).to_dict()
-    assert_equal(ResidualState.from_dict(record), state_of(0, 1))
-    record["tensors"]["b"] = {**record["tensors"]["b"], part: change(record["tensors"]["b"]["v"])}
-    with pytest.raises(CheckpointError, match="no dict of residual_state_dict"):
-        ResidualState.from_dict(record)
 
 
 def test_pickled_arrays_are_refused():

@@ -16,8 +16,7 @@ from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.handing_on import handed_on, needed
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
-from dgc_horovod.stats import Traffic
-from tests.helpers.data import BACKENDS
+from tests.helpers.engines import make_exchange
 
 NODES, SIZE = 2, 2
 WORKERS = NODES * SIZE
@@ -46,7 +45,7 @@ class Meeting:
 def made(**fields) -> list[OptimizerExchange]:
     """The buckets of a model on every rank; something waits in each of them."""
     config, ranks = DGCConfig(**{**CONFIG, **fields}), range(WORKERS)
-    found = [OptimizerExchange(SPECS, config, lambda _: BACKENDS[0], r, WORKERS, True, Traffic(), SIZE) for r in ranks]
+    found = [make_exchange(SPECS, config, rank=rank, workers=WORKERS, node_size=SIZE) for rank in ranks]
     for number, engine in enumerate(engine for each in found for engine in each.engines):
         for i, segment in enumerate(engine.bucket.segments):
             if segment.name:  # no padding
@@ -66,21 +65,24 @@ def waiting(exchanges: list[OptimizerExchange]) -> dict[str, np.ndarray]:
     return found
 
 
-def saved(folder, exchanges: list[OptimizerExchange]) -> None:
+def together(rank_does, exchanges: list[OptimizerExchange]) -> None:
+    """Every rank in a thread of its own."""
+    with ThreadPoolExecutor(WORKERS) as ranks:
+        list(ranks.map(rank_does, exchanges))
+
+
+def handed_over(folder, old: list[OptimizerExchange], new: list[OptimizerExchange]) -> None:
+    """A checkpoint of `old`, loaded into `new`."""
+
     def save(each: OptimizerExchange) -> None:
         content = checkpoint.Content("model", b"model", each.residuals(), each.config)
         checkpoint.save(folder, Meeting(each.rank), lambda: content)
 
-    with ThreadPoolExecutor(WORKERS) as ranks:
-        list(ranks.map(save, exchanges))
-
-
-def load_all(folder, exchanges: list[OptimizerExchange]) -> None:
     def load(each: OptimizerExchange) -> None:
         each.load(checkpoint.load(folder, Meeting(each.rank), each.config, True, node_size=SIZE).state)
 
-    with ThreadPoolExecutor(WORKERS) as ranks:
-        list(ranks.map(load, exchanges))
+    together(save, old)
+    together(load, new)
 
 
 OTHERS = ({"bucket_bytes": 2**14}, {"dense_values": "bf16"}, {"dense_values": "fp32"})
@@ -90,8 +92,7 @@ OTHERS = ({"bucket_bytes": 2**14}, {"dense_values": "bf16"}, {"dense_values": "f
 def test_the_same_nodes_go_on_with_other_buckets(tmp_path, changed):
     """Each worker took its own slice for that of the new bucket, and was refused or lost what it had of the others."""
     old, new = made(), made(**changed)
-    saved(tmp_path, old)
-    load_all(tmp_path, new)
+    handed_over(tmp_path, old, new)
     found, expected = waiting(new), waiting(old)
     for name, v in expected.items():
         assert np.count_nonzero(v) == v.size
@@ -101,8 +102,7 @@ def test_the_same_nodes_go_on_with_other_buckets(tmp_path, changed):
 
 def test_the_same_buckets_go_on_bit_for_bit(tmp_path):
     old, new = made(), made(density=0.02)
-    saved(tmp_path, old)
-    load_all(tmp_path, new)
+    handed_over(tmp_path, old, new)
     assert not any(each.dense_residuals for each in new)
     for one, other in zip(old, new, strict=True):
         for part in zip(one.engines, other.engines, strict=True):

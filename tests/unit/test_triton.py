@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,28 +76,21 @@ def test_one_check_that_fails_leaves_the_others(monkeypatch):
     assert command.check(checks.INTERPRETED, ["wrong", "sums"]) == {"wrong": "wrong bits", "sums": ""}
 
 
-def test_chosen_by_the_registry(monkeypatch):
+def test_chosen_by_the_registry_unless_it_is_too_old(monkeypatch):
     assert registry.choose("cpu").name == "native", "on a CPU the interpreter is for tests alone"
     monkeypatch.setenv("DGC_BACKEND", "triton")
     assert registry.choose("cpu").name == "triton"
-
-
-def test_an_older_triton_is_refused(monkeypatch):
-    monkeypatch.setenv("DGC_BACKEND", "triton")
     monkeypatch.setattr("triton.__version__", "3.5.1")
     with pytest.raises(BackendUnavailable, match=r"Triton 3\.5\.1 flushes denormals; 3\.6 or later"):
         registry.choose("cpu")
 
 
-class _Graph:
-    def __init__(self, kernels):
-        self.replay = kernels
-
-
 def test_kernels_are_recorded_once_they_are_launched_alike_for_the_second_time(monkeypatch):
     """And again where something else lies elsewhere; replaying them is left to a GPU (`scripts/gpu_check`)."""
     launched, recorded = [], []
-    monkeypatch.setattr(Recorded, "_record", lambda self, kernels: recorded.append(1) or _Graph(kernels))
+    monkeypatch.setattr(
+        Recorded, "_record", lambda self, kernels: recorded.append(1) or SimpleNamespace(replay=kernels)
+    )
     steps = Recorded(torch.device("cuda"))
     for key in (1, 1, 1, 2, 2, 1):
         steps.launch(key, lambda key=key: launched.append(key))
@@ -117,22 +111,21 @@ def test_kernels_run_where_recording_them_fails(monkeypatch):
     assert len(launched) == 2 and tried == [1]
 
 
-def test_not_without_a_device():
-    code = "from dgc_horovod.kernels import registry; registry.choose('cpu')"
+@pytest.mark.parametrize(
+    ("code", "device", "interprets", "said"),
+    [
+        ("", "cpu", False, "Triton runs on CUDA devices, not on cpu"),
+        ("import sys; sys.modules['tensorflow'] = sys", "cuda:0", True, "cannot be loaded after TensorFlow"),
+    ],
+    ids=["without a device", "after TensorFlow"],
+)
+def test_where_it_cannot_be_loaded(code, device, interprets, said):
+    code += f"\nfrom dgc_horovod.kernels import registry; registry.choose({device!r})"
     environment = {**os.environ, "DGC_BACKEND": "triton"}
-    environment.pop("TRITON_INTERPRET")
+    if not interprets:
+        environment.pop("TRITON_INTERPRET")
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert BackendUnavailable.__name__ in ended.stderr and "Triton runs on CUDA devices, not on cpu" in ended.stderr
-
-
-def test_not_loaded_after_tensorflow():
-    code = (
-        "import sys; sys.modules['tensorflow'] = sys; "
-        "from dgc_horovod.kernels import registry; registry.choose('cuda:0')"
-    )
-    environment = {**os.environ, "DGC_BACKEND": "triton"}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert "cannot be loaded after TensorFlow" in ended.stderr
+    assert BackendUnavailable.__name__ in ended.stderr and said in ended.stderr
 
 
 @pytest.mark.slow
