@@ -17,6 +17,7 @@ from tests.helpers.adapters import Adapter, Compression
 # Compression fields with which nothing is rounded: what the framework's own exchange is compared with.
 UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
 BATCH, INPUTS = 16, 32
+EVERYTHING = {"factor_masking": False, "min_numel": 1, **UNROUNDED}  # at density 1 nothing is lost
 RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003}  # learning rates, where a test names none
 ALONE = "alone"  # in the place of a compression: the optimizer as it is, which no other rank meets
 
@@ -32,6 +33,11 @@ COMPRESSIONS = {
     "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
     "topk": Compression.topk(**SMALL),
 }
+
+
+def everything(**fields: Any) -> Any:
+    """The compression that loses nothing."""
+    return Compression.dgc(1.0, **{**EVERYTHING, **fields})
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

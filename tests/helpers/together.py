@@ -11,12 +11,14 @@ import pytest
 _PARAM = type(pytest.param())
 
 
-def call_each(*tests: Callable[..., Any]) -> None:
-    """Call tests one after another, each with all its parameters."""
+def call_each(*tests: Callable[..., Any], adapter: Any = None) -> None:
+    """Call tests one after another, each with all its parameters; of adapters with `adapter` alone."""
     for test in tests:
         marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
         for rows in itertools.product(*(_rows(*mark.args) for mark in marks)):
-            test(**{name: value for row in rows for name, value in row.items()})
+            given = {name: value for row in rows for name, value in row.items()}
+            if given.get("adapter", adapter) == adapter:
+                test(**given)
 
 
 def _rows(names: str | Sequence[str], values: Any) -> list[dict[str, Any]]:

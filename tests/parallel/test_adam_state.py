@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import horovod.torch as hvd
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import load_checkpoint, save_checkpoint
+from dgc_horovod.torch import Compression, load_checkpoint, save_checkpoint
 from dgc_horovod.torch.elastic import TorchState
+from tests.helpers import regression, training
 from tests.helpers.adam_training import BETAS, DENSE, adamw, known, made, wrapped
 from tests.helpers.errors import error_of
 from tests.helpers.interrupted import handed_over
@@ -45,7 +47,7 @@ def test_a_flush_leaves_the_second_moment_where_stock_has_it():
     model, optimizer = made()
     train(model, optimizer, 13 + 2 * DENSE)
     before = _counts(optimizer)
-    square = torch.from_numpy(session(optimizer).exchange.second["0.weight"].square())
+    square = torch.from_numpy(session(optimizer).exchange.second["0.weight"].square().copy())
     optimizer.flush()
     stock = smooth_model()
     stock.load_state_dict(model.state_dict())
@@ -58,6 +60,22 @@ def test_a_flush_leaves_the_second_moment_where_stock_has_it():
     after = _counts(optimizer)
     for name, (samples, steps) in before.items():
         assert after[name][1] == steps + 1 and abs(after[name][0] - samples) <= 2
+    assert 0.9 < float(session(optimizer).exchange.second["0.weight"].square().sum()) / float(square.sum()) < 1.2
+    optimizer.flush()
+    assert float(optimizer.state[model[0].weight]["step"]) == 13 + 2 * DENSE + 1
+
+
+def test_a_state_that_has_made_no_step_begins_with_nothing_once_more():
+    """What was known of the second moment goes with the weights."""
+    model, optimizer = training.made(Compression.dgc(0.05, min_numel=16), regression.adamw)
+    begin, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 26)
+    model.load_state_dict(begin)
+    optimizer.load_state_dict(state)
+    assert not session(optimizer).exchange.second.known
+    losses = train(model, optimizer, 60)
+    assert sum(losses[-5:]) < sum(losses[:5])
+    same_on_ranks(fingerprint(model))
 
 
 def test_a_stock_checkpoint_is_taken_over_with_its_momentum():

@@ -391,6 +391,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "ZeRO": (
         "UnsupportedUse: ZeroRedundancyOptimizer is a distributed optimizer: it shards its state",
         lambda: _register(_ddp(), _zero)),
+    "auto": ("use DDP and register()", lambda: made_plain(Compression.auto(), nesterov)),
     "post-local": (
         "UnsupportedUse: PostLocalSGDOptimizer is a distributed optimizer", lambda: _register(_ddp(), _post_local)),
     "in backward": (

@@ -18,7 +18,7 @@ from dgc_horovod.torch.ddp import Compression
 from tests.helpers.adapters import on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import fingerprint
+from tests.helpers.regression import distance, fingerprint, smooth_model, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 FEW = Compression.dgc(0.02, min_numel=64)
@@ -155,3 +155,29 @@ def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(adapter, li
     if limit == C or adapter.name == "DDP":
         same_on_ranks(norm)
     same_on_ranks(fingerprint(model))
+
+
+@on_adapters("Horovod", "DDP", "without DDP")
+@pytest.mark.parametrize("how", ["norm", "largest", "elements", "clip_norm", "auto"])
+def test_gradients_in_float64_are_clipped(adapter, how):
+    """torch has no norm of them in fp32, so the next step failed: a model in any dtype trains as that in fp32."""
+    ends, dtypes = [], [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+    given = {"clip_norm": 0.5} if how in ("clip_norm", "auto") else {}
+    compression = Compression.auto(**given) if how == "auto" else Compression.dgc(0.1, min_numel=64, **given)
+    if how == "auto":  # for which there is nothing to compare with without DDP
+        dtypes = dtypes[: 0 if adapter.name == "without DDP" else 2]
+    for dtype in dtypes:
+        model, optimizer = adapter.made(compression, inner=smooth_model().to(dtype))
+        for x, y in adapter.batches(4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x.to(dtype)).double(), y.double()).backward()
+            optimizer.synchronize()
+            if how in ("norm", "largest"):
+                clip_grad_norm_(model.parameters(), 0.2, 2.0 if how == "norm" else torch.inf)
+            elif how == "elements":
+                nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        ends.append(weights(model).double())
+        assert distance(ends[0], ends[-1]) < (0.2 if "16" in str(dtype) else 1e-3), dtype
+        same_on_ranks(float(ends[-1].sum()))
