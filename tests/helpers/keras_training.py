@@ -16,8 +16,6 @@ import numpy as np  # noqa: E402
 
 from dgc_horovod.tensorflow.keras import Compression as Compression  # noqa: E402
 from dgc_horovod.tensorflow.keras import DistributedOptimizer  # noqa: E402
-from tests.helpers.run import EVERYTHING as EVERYTHING  # noqa: E402
-from tests.helpers.run import everything as everything  # noqa: E402
 
 BATCH, BATCHES, INPUTS = 16, 8, 32
 

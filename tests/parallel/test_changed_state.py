@@ -1,4 +1,7 @@
-"""A checkpoint of a job that is another one now is loaded, or refused on every rank before anything is changed."""
+"""A checkpoint of a job that is another one now, or of a model that changes what it loads: loaded, or refused.
+
+On every rank, before anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.helpers.interrupted import kept_as_text, train_between
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import adamw, sgd, step
 from tests.helpers.run import COMPRESSIONS, HALF, SMALL
-from tests.helpers.training import batches, fingerprint, made, momentum_sgd, smooth_model, train
+from tests.helpers.training import batches, fingerprint, first_loss, made, momentum_sgd, smooth_model, train
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 _DGC = Compression.dgc(**SMALL)
@@ -54,22 +57,6 @@ def test_other_layers_are_refused_and_change_nothing_but_behind_a_flush(frozen, 
     assert fingerprint(other) == fingerprint(model)
     same_on_ranks(error)
     train_between(other, second, 0, 2)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "make", "words"),
-    [
-        (COMPRESSIONS["topk"], Compression.local(steps=4, min_numel=16), momentum_sgd, None),
-        (COMPRESSIONS["dgc, warm-up"], COMPRESSIONS["topk"], momentum_sgd, "flush()"),
-        (_DGC, _DGC, adamw, "flush()"),
-    ],
-    ids=["topk, local", "dgc, topk", "SGD, AdamW"],
-)
-def test_residuals_of_another_method_are_refused(before, now, make, words):
-    model, optimizer = made(before)
-    train_between(model, optimizer, 0, 4)
-    error = error_of(lambda: made(now, make)[1].load_residual_state_dict(optimizer.residual_state_dict()))
-    assert error.startswith("CheckpointError: the residuals hold ") and ("flush()" in error) == (words is not None)
 
 
 def test_residuals_of_the_same_method_with_another_rule_are_taken():
@@ -137,3 +124,77 @@ def test_what_coding_has_left_of_small_tensors_goes_with_the_first_dense_step(tm
     assert len(coded) < len(owed) and scale > 0
     for name, v in owed.items():
         assert abs(moved[name] - 0.1 * v).max() < 1e-3 * 0.1 * scale  # of differences of fp32 weights
+
+
+def test_between_backward_and_step_nothing_is_saved(tmp_path):
+    model, optimizer = made(_DGC)
+    train(model, optimizer, 2)
+    first_loss(model).backward()
+    in_flight = error_of(lambda: save_checkpoint(tmp_path, model, optimizer))
+    optimizer.synchronize()
+    not_applied = error_of(optimizer.residual_state_dict)
+    optimizer.step()
+    assert in_flight.startswith("CheckpointError: ") and not_applied.startswith("UnsupportedUse: ")
+    assert "after step()" in in_flight and "after step()" in not_applied
+
+
+class Particular(torch.nn.Module):
+    """A model that changes what it is given to load, and looks at what it has loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(64, 64), 0
+        self.register_buffer("norm", torch.zeros(()))
+        self._register_state_dict_hook(self._write)
+        self._register_load_state_dict_pre_hook(self._prepare)
+        self.register_load_state_dict_post_hook(self._look)
+
+    @staticmethod
+    def _write(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
+        found["norm"], found["layer.weight"] = module.layer.weight.norm(), 2 * found["layer.weight"]
+
+    def _prepare(self, found: dict[str, Any], *_: Any) -> None:
+        found["layer.weight"].div_(2)
+
+    def _look(self, *_: Any) -> None:
+        if not torch.allclose(self.norm, self.layer.weight.norm()):
+            raise RuntimeError("other weights than were saved")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": [self.seen]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"].pop()
+
+    def load_state_dict(self, found: Any, *arguments: Any, **more: Any) -> Any:
+        found["layer.bias"] = found.pop("bias of before", found.get("layer.bias"))
+        return super().load_state_dict(found, *arguments, **more)
+
+
+def _particular() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return made(Compression.dgc(0.1), inner=Particular())
+
+
+def test_a_model_is_loaded_by_its_own_hooks_once_or_is_what_it_was(tmp_path):
+    """By its own methods too; and not at all, where one rank's refuses."""
+    model, optimizer = _particular()
+    for seen in range(1, 4):
+        model.layer(torch.ones(2, 64) * seen).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.seen = seen
+    other, second = _particular()
+    save_checkpoint(tmp_path, model, optimizer)
+
+    def refuse(*_: Any) -> None:
+        if hvd.rank() == 1:
+            raise RuntimeError("not mine")
+
+    refusing = other.register_load_state_dict_post_hook(refuse)
+    before = fingerprint(other)
+    error = error_of(lambda: load_checkpoint(tmp_path, other, second))
+    assert "rank 1" in error and "not mine" in error and fingerprint(other) == before
+    refusing.remove()
+    load_checkpoint(tmp_path, other, second)
+    assert fingerprint(other) == fingerprint(model) and other.seen == 3

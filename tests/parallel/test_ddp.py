@@ -25,16 +25,8 @@ from tests.helpers.adapters import on_adapters
 from tests.helpers.ddp_training import made, made_plain, one_batch, sgd, step, train
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import (
-    INPUTS,
-    UNROUNDED,
-    SharedGradients,
-    batches,
-    distance,
-    fingerprint,
-    smooth_model,
-    weights,
-)
+from tests.helpers.regression import INPUTS, SharedGradients, batches, distance, fingerprint, smooth_model, weights
+from tests.helpers.run import UNROUNDED
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 each_number_of_ranks = pytest.mark.usefixtures("workers")

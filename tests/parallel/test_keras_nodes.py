@@ -17,17 +17,9 @@ from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.keras import Compression
 from dgc_horovod.testing.tensorflow import session
 from tests.helpers.adapters import Adapter
-from tests.helpers.keras_training import (
-    alone,
-    distance,
-    everything,
-    fingerprint,
-    fitted,
-    keras,
-    momentum_sgd,
-    weights,
-)
+from tests.helpers.keras_training import alone, distance, fingerprint, fitted, keras, momentum_sgd, weights
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import everything
 from tests.parallel import test_state
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(4, nodes=2, timeout=500)]
