@@ -20,7 +20,7 @@ from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import UNROUNDED, adamw, batches, distance, fingerprint, sgd, smooth_model, step, weights
 from tests.helpers.run import everything
-from tests.helpers.together import call_each
+from tests.helpers.together import all_of, call_each
 from tests.helpers.training import first_loss, made, momentum_sgd, train
 from tests.parallel import test_gradient_memory as memory
 from tests.parallel import test_script_clipping as clipping
@@ -198,10 +198,7 @@ def test_larger_batch_identity():
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_all_over_mpi():
     call_each(
-        test_hand_computed_steps, test_few_calls_lie_between_a_hook_and_c, test_loss_scaling,
-        test_gradients_that_are_changed_too_late_are_told, test_epoch_is_observed, test_synchronize_twice_is_once,
-        test_step_hooks_see_the_whole_step_once, test_rank_zero_alone_resumes_from_a_stock_checkpoint,
-        test_larger_batch_identity, memory.test_gradients_that_a_script_replaced_still_get_the_update,
+        *all_of(__name__), memory.test_gradients_that_a_script_replaced_still_get_the_update,
         clipping.test_both_idioms_give_the_bits_of_clip_norm, clipping.test_a_script_is_told_once,
     )  # fmt: skip
 

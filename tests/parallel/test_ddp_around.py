@@ -235,20 +235,6 @@ def test_replica_that_differs(what):
     same_on_ranks(error, *([fingerprint(model)] if what == "broadcast" else []))
 
 
-def test_a_model_in_bf16():
-    """Weights and gradients in bf16: replicas are the same, and learn."""
-    model, optimizer = made(Compression.dgc(0.1), inner=smooth_model().bfloat16(), gradient_as_bucket_view=True)
-    losses = []
-    for x, y in batches(30, dist.get_rank()):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x.bfloat16()).float(), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-    same_on_ranks(fingerprint(model.float()))
-
-
 def test_an_update_that_is_dropped_is_told_of():
     """Where the model's own zero_grad dropped it, as in GANs, it was an error that spoke of another cause."""
     ends = []
@@ -345,24 +331,6 @@ def test_a_model_is_registered_again_with_another_choice():
     train(model, optimizer, 2)
     assert optimizer.compression_stats()["steps"] == 4
     same_on_ranks(refused, fingerprint(model))
-
-
-def test_a_script_that_clips_by_hand_is_told_how_to_clip():
-    """It multiplies every gradient there is, beside a layer that is frozen."""
-    model, optimizer = made(FEW, find_unused_parameters=True)
-    model.module[0].requires_grad_(False)
-    with messages() as texts:
-        for x, y in batches(3, dist.get_rank()):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            norm = float(torch.stack([grad.norm() for grad in grads]).norm())
-            for grad in grads:
-                grad.mul_(min(1.0, 0.1 / norm))
-            optimizer.step()
-    told = [text for text in texts if "clip" in text]
-    assert len(told) == (dist.get_rank() == 0) and all("pass clip_norm=c" in text for text in told)
-    same_on_ranks(fingerprint(model))
 
 
 def trained_with_metrics() -> None:

@@ -19,23 +19,12 @@ from tests.helpers.adapters import Adapter
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import step
-from tests.helpers.together import call_each
-from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, made, smooth_model, train, weights
+from tests.helpers.together import all_of, call_each
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, made, train, weights
 from tests.parallel import test_each_adapter
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 FEW = Compression.dgc(0.05)
-
-
-def test_low_precision():
-    """A bfloat16 model: gradients are accumulated in fp32, p.grad comes back in its own dtype."""
-    model, optimizer = made(FEW, inner=smooth_model().bfloat16())
-    for x, y in batches(10, hvd.rank()):
-        step(model, optimizer, x.bfloat16(), y.bfloat16())
-    arrays = session(optimizer).exchange.state_arrays()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
-    assert {str(a.dtype) for d in arrays.values() for a in d.values()} == {"float32"}
-    same_on_ranks(fingerprint(model.float()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -180,9 +169,4 @@ def test_a_model_of_small_tensors_is_told_so(way):
 @pytest.mark.mpi
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_all_over_mpi():
-    call_each(
-        test_low_precision, test_low_precision_follows_its_shadow_in_fp32, test_channels_last,
-        test_half_precision_overflow_is_skipped, test_half_precision_overflow_stops_a_job_that_is_to_stop,
-        test_tensors_that_horovod_cannot_take_go_through_host_memory,
-        test_each_adapter.test_gradients_in_float64_are_clipped, adapter=Adapter("Horovod"),
-    )  # fmt: skip
+    call_each(*all_of(__name__), test_each_adapter.test_gradients_in_float64_are_clipped, adapter=Adapter("Horovod"))

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import SharedGradients
-from tests.helpers.run import everything
-from tests.helpers.training import batches, distance, fingerprint, made, weights
+from tests.helpers.training import batches, fingerprint, made
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 
@@ -61,26 +59,6 @@ def test_gradients_that_a_script_replaced_still_get_the_update(replace):
     found = _trained(replace)
     assert found == _trained()
     same_on_ranks(found)
-
-
-@pytest.mark.parametrize(
-    ("fields", "most"),
-    [({"dense_values": "fp32"}, 1e-6), ({"dense_values": "8bit"}, 2e-2), ({"bucket_bytes": 8192}, 1e-6)],
-)
-def test_gradients_that_share_memory_get_an_update_each(fields, most):
-    """As with stock Horovod; a parameter has no elements."""
-    ends = []
-    for compression in (None, everything(**{"min_numel": 1024, **fields})):
-        model, optimizer = made(compression, inner=SharedGradients())
-        generator = torch.Generator().manual_seed(hvd.rank())
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
-            assert model.a.grad.data_ptr() == model.b.grad.data_ptr(), "not shared any more; find another case"
-            optimizer.step()
-        ends.append(weights(model))
-    assert distance(*ends) < most
-    same_on_ranks(fingerprint(model))
 
 
 def _in_place(p: Any) -> None:

@@ -39,13 +39,6 @@ def _nothing(model: Any) -> None:
     return None
 
 
-def _by_hand(model: Any) -> None:
-    grads = [p.grad for p in model.parameters()]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
-    for grad in grads:
-        grad.data.mul_(min(1.0, C / (float(norm) + 1e-6)))
-
-
 each_kind = pytest.mark.parametrize("make", [sgd, adamw])
 
 
@@ -208,18 +201,6 @@ def test_other_clippings(name):
     for way in ("after", "before"):
         assert distance(reference, weights(_train(clip, way))) < 1e-5
     assert distance(reference, weights(_train(_nothing))) > 1e-3
-
-
-@pytest.mark.parametrize("clip_norm", [None, C])
-def test_a_script_that_clips_by_hand_is_told_how_to_clip(clip_norm):
-    """It multiplies ``p.grad.data`` itself."""
-    with messages() as texts:
-        model = _train(_by_hand, clip_norm=clip_norm)
-    told = [text for text in texts if "clip" in text]
-    assert len(told) == (hvd.rank() == 0)
-    for text in told:
-        assert "changed p.grad between synchronize() and step()" in text and "pass clip_norm=c" in text
-    same_on_ranks(fingerprint(model))
 
 
 def test_gradients_of_others_are_clipped_as_ever():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -154,12 +153,6 @@ def test_a_step_can_be_given_up():
     same_on_ranks(fingerprint(model))
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused_in_words(way):
-    with pytest.raises(UnsupportedUse, match=r"state_dict\(\)"):
-        way(made(FEW)[1])
-
-
 def test_a_second_synchronization_is_warned_of():
     """Of a script that lets step() synchronize again."""
     model, optimizer = made(FEW)
@@ -170,18 +163,6 @@ def test_a_second_synchronization_is_warned_of():
         optimizer.step()
     (warning,) = seen
     assert "without optimizer.skip_synchronize() context" in str(warning.message)
-
-
-class _Around(torch.optim.SGD):
-    """Another optimizer inside, which makes the step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.02)
-        self.base = torch.optim.SGD(self.param_groups, lr=0.02)
-
-    def step(self, closure: Any = None) -> None:
-        """As that of the one inside."""
-        self.base.step()
 
 
 def test_methods_of_the_script_on_the_object_that_is_wrapped():
@@ -200,14 +181,6 @@ def test_methods_of_the_script_on_the_object_that_is_wrapped():
         optimizer.state_dict()
         ends.append(weights(model))
     assert calls == [] and float((ends[0] - ends[1]).abs().max()) < 1e-5
-
-
-def test_another_optimizer_inside_of_the_one_that_is_wrapped():
-    model, optimizer = made(FEW, _Around)
-    train(model, optimizer, 3)
-    optimizer.flush()
-    error = error_of(optimizer.base.step)
-    assert "its inner optimizer .base (SGD) was stepped outside of _Around.step()" in error
 
 
 class Adjusted(torch.optim.SGD):
