@@ -8,16 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.torch.ddp import DistributedOptimizer, register
-from tests.helpers.regression import batches, smooth_model
+from tests.helpers.regression import batches, sgd, smooth_model, step
 
-
-def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """SGD with momentum on all of `model`."""
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
+__all__ = ["made", "made_plain", "one_batch", "sgd", "step", "train"]
 
 
 def made(
@@ -40,19 +36,6 @@ def made_plain(
 def one_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's first."""
     return next(iter(batches(1, dist.get_rank())))
-
-
-def step(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, scaler: Any = None) -> float:
-    """One step of training; returns the loss."""
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    return float(loss)
 
 
 def train(model: Any, optimizer: Any, steps: int = 12, scaler: Any = None) -> None:

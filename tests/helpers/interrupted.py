@@ -6,33 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dgc_horovod.testing.torch import kept_by
-from dgc_horovod.torch import DistributedOptimizer
+from tests.helpers.regression import step as step_on
 from tests.helpers.run import STEPS
-from tests.helpers.training import batches, momentum_sgd, smooth_model
+from tests.helpers.training import batches, made, smooth_model
 
-
-def nesterov(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum and decay."""
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, at the rate that `train_between` has in the end."""
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
-
-
-OPTIMIZERS = {"SGD": momentum_sgd, "Nesterov, decay": nesterov, "AdamW": adamw}
-
-
-def made(compression: Any, make: Any = momentum_sgd, **more: Any) -> tuple[nn.Module, Any]:
-    """A model and its distributed optimizer."""
-    model = smooth_model()
-    return model, DistributedOptimizer(make(model), model.named_parameters(), compression, **more)
+__all__ = ["handed_over", "kept_as_text", "made", "train_between"]
 
 
 def train_between(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
@@ -40,9 +21,7 @@ def train_between(model: nn.Module, optimizer: Any, first: int, last: int) -> No
     for step, (x, y) in enumerate(list(batches(last, hvd.rank()))[first:], first):
         for group in optimizer.param_groups if "betas" in optimizer.defaults else ():
             group["lr"] = 0.003 * min(1.0, (step + 1) / STEPS)  # a warm-up, in which residuals fade
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        step_on(model, optimizer, x, y)
 
 
 def kept_as_text(optimizer: Any) -> str:

@@ -14,17 +14,11 @@ import horovod.tensorflow as hvd  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
-from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer  # noqa: E402
+from dgc_horovod.tensorflow.keras import Compression as Compression  # noqa: E402
+from dgc_horovod.tensorflow.keras import DistributedOptimizer  # noqa: E402
 from tests.helpers.run import target  # noqa: E402
 
-# Nothing is lost: density 1, no masking, fp32; what dense training is compared with.
-EVERYTHING = {"factor_masking": False, "min_numel": 1, "values": "fp32", "dense_values": "fp32"}
 BATCH, BATCHES, INPUTS = 16, 8, 32
-
-
-def everything(**fields: Any) -> Any:
-    """The compression that loses nothing."""
-    return Compression.dgc(1.0, **{**EVERYTHING, **fields})
 
 
 def smooth_model(seed: int = 0) -> Any:

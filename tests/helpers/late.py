@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from dgc_horovod.core.engine import BucketEngine
 
 SPEEDS: dict[str, Callable[[random.Random], bool]] = {
@@ -15,11 +13,6 @@ SPEEDS: dict[str, Callable[[random.Random], bool]] = {
     "never": lambda chance: False,
     "by chance": lambda chance: chance.random() < 0.4,
 }
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW on all of `model`."""
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 @contextmanager

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from tests.helpers.run import UNROUNDED, target
 
-__all__ = ["INPUTS", "UNROUNDED", "batches", "distance", "fingerprint", "smooth_model", "target", "weights"]
+__all__ = ["INPUTS", "UNROUNDED", "adamw", "batches", "distance", "fingerprint", "nesterov", "sgd", "smooth_model"]
+__all__ += ["step", "target", "weights"]
 INPUTS = 32
 
 
@@ -20,6 +24,21 @@ def smooth_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(
         nn.Linear(INPUTS, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)
     )
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """SGD with momentum on all of `model`."""
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
+
+
+def nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum and decay."""
+    return sgd(model, nesterov=True, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW on all of `model`."""
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 class Dividing(torch.optim.SGD):
@@ -39,6 +58,37 @@ def batches(steps: int, rank: int, size: int = 16, seed: int = 1) -> Iterable[tu
     for _ in range(steps):
         x = torch.randn(size, INPUTS, generator=generator)
         yield x, target(x)
+
+
+def step(
+    model: Any,
+    optimizer: Any,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scaler: Any = None,
+    between: Callable[[], Any] | None = None,
+) -> float:
+    """One step of training; returns the loss.
+
+    Args:
+        model, optimizer: of it.
+        x, y: a batch.
+        scaler: of the loss, where a script has one.
+        between: what a script does between synchronize() and step(), where it calls the first.
+    """
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if between is not None:
+        optimizer.synchronize()
+        between()
+    with contextlib.nullcontext() if between is None else optimizer.skip_synchronize():
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return float(loss)
 
 
 def weights(model: nn.Module) -> torch.Tensor:

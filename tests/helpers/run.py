@@ -18,6 +18,7 @@ from tests.helpers.adapters import Adapter, Compression
 UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
 BATCH, INPUTS = 16, 32
 Array = TypeVar("Array")
+EVERYTHING = {"factor_masking": False, "min_numel": 1, **UNROUNDED}  # at density 1 nothing is lost
 # Learning rates, where a test names none.
 RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003, "Adagrad": 0.01, "Dividing": 0.05}
 ALONE = "alone"  # in the place of a compression: the optimizer as it is, which no other rank meets
@@ -37,6 +38,11 @@ COMPRESSIONS = {
 def target(x: Array) -> Array:
     """What is to be learnt of `x`, an array of NumPy or a tensor of torch."""
     return x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2  # type: ignore[index,no-any-return]
+
+
+def everything(**fields: Any) -> Any:
+    """The compression that loses nothing."""
+    return Compression.dgc(1.0, **{**EVERYTHING, **fields})
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -25,25 +25,33 @@ STEPS = 12
 class Around(torch.optim.Optimizer):
     """As accelerate's wrapper: under fp16 it keeps the step that the optimizer had when it was wrapped."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        self.optimizer, self.scaler, step, self.called = optimizer, scaler, optimizer.step, False
-
-        def patched(*args: Any, **named: Any) -> Any:
-            self.called = True
-            return step(*args, **named)
-
-        self._original, self._patched = step, patched
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+        self.__setstate__({})
 
     state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
     param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the steps anew."""
+        if self.scaler is not None:
+            step, self.called = self.optimizer.step, False
+
+            def patched(*args: Any, **named: Any) -> Any:
+                self.called = True
+                return step(*args, **named)
+
+            self._optimizer_original_step_method, self._optimizer_patched_step_method = step, patched
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step as accelerate does."""
-        self.optimizer.step = self._patched  # type: ignore[method-assign]
+        if self.scaler is None:
+            return self.optimizer.step(closure)
+        self.optimizer.step = self._optimizer_patched_step_method  # type: ignore[method-assign]
         self.scaler.step(self.optimizer, closure)
         self.scaler.update()
-        self.optimizer.step = self._original  # type: ignore[method-assign]
-        assert self.called, "the scheduler would leave this step out"
+        self.optimizer.step = self._optimizer_original_step_method  # type: ignore[method-assign]
+        assert self.called
         self.called = False
 
 

@@ -127,18 +127,8 @@ def test_a_config_file_and_a_metrics_file(tmp_path):
     code = "import os; print('cycle', os.environ['HOROVOD_CYCLE_TIME']); import runpy, sys; sys.argv = sys.argv[1:]; " \
         "runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
     command = [
-        "dgcrun",
-        "-np",
-        "2",
-        "--config-file",
-        str(job),
-        "--density",
-        "0.01",
-        sys.executable,
-        "-c",
-        code,
-        *TORCH[1:],
-    ]
+        "dgcrun", "-np", "2", "--config-file", str(job), "--density", "0.01", sys.executable, "-c", code, *TORCH[1:],
+    ]  # fmt: skip
     finished = run(command, 120, {"http_proxy": "http://127.0.0.1:9"})  # which is not asked for the status server
     assert finished.code == 0 and finished.output.count("cycle 2") == 2, finished.output
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

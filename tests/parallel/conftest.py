@@ -64,3 +64,9 @@ def ranks_end_with_these_tests():
     """Nothing that other tests measure runs beside ranks that wait."""
     yield
     StandingRanks.end_all()
+
+
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def workers(request):
+    """The number of ranks, of tests that are the same on any."""
+    return request.param

@@ -136,6 +136,52 @@ def test_every_rank_comes_to_the_choice_that_the_clock_says(adapter):
     same_on_ranks(modes, trial.seconds)
 
 
+DAMPED: dict[str, Any] = {"name": "SGD", "momentum": 0.9, "dampening": 0.1}  # torch alone has it
+
+
+@on_adapters("Horovod", "DDP")
+def test_what_cannot_be_compressed_is_left_to_the_framework_with_its_limit(adapter):
+    ends = []
+    for compression, clip in (
+        (None, None), (None, 0.5), (Compression.auto(), None), (Compression.auto(clip_norm=0.5), None)
+    ):  # fmt: skip
+        run = adapter.start(compression, **DAMPED)
+        run.clip = clip
+        run.train(STEPS)
+        assert not hasattr(run.optimizer, "compression_stats")
+        ends.append(run.weights)
+    assert distance(ends[0], ends[2]) < 1e-6 and distance(ends[1], ends[3]) < 1e-6 < 1e-4 < distance(ends[0], ends[3])
+    same_on_ranks(run.print)
+
+
+@pytest.mark.parametrize("residuals", ["ignored", "if sound"])
+@pytest.mark.parametrize(
+    ("optimizer", "mode", "ended"),
+    [("SGD", DENSE, True), ("SGD", COMPRESSED, True), *((name, COMPRESSED, False) for name in OPTIMIZERS)],
+)
+@on_adapters("Horovod", slow=("Keras",))
+def test_a_job_that_has_lost_residuals_does_the_same_on_every_rank(
+    adapter, optimizer, mode, ended, residuals, tmp_path
+):
+    """It goes on with what was chosen; where nothing was, the choice is made again."""
+    run = _started(adapter, optimizer, density=0.1)
+    run.train(4)
+    run.take(mode)
+    run.train(4)
+    run.trial.ended = ended
+    run.save(tmp_path)
+    adapter.barrier()
+    if adapter.rank == 0:
+        next(tmp_path.glob("*rank1.npz")).write_bytes(b"")
+    adapter.barrier()
+    run = _started(adapter, optimizer, mode=None, density=0.1)
+    run.load(tmp_path, residuals=residuals)
+    assert (run.trial.mode, run.trial.ended) == (mode if ended else DENSE, ended)
+    for _ in range(3):
+        run.step()
+        same_on_ranks(run.print)
+
+
 @pytest.mark.parametrize("mode", [DENSE, EARLIER_FP16, COMPRESSED])
 @each_adapter
 @each_optimizer

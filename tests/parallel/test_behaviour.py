@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,28 +21,15 @@ from tests.helpers import hand_table
 from tests.helpers.calls import calls_to_c
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.together import call_each
-from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.regression import UNROUNDED, adamw, batches, distance, fingerprint, sgd, smooth_model, step, weights
+from tests.helpers.run import everything
+from tests.helpers.together import all_of, call_each
+from tests.helpers.training import first_loss, made, momentum_sgd, train
+from tests.parallel import test_gradient_memory as memory
+from tests.parallel import test_script_clipping as clipping
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
-
-
-def _slow_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-
-
-def _everything(**fields: Any) -> Any:
-    """The compression that loses nothing."""
-    return Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED, **fields)
-
-
-def _wrapped(model: nn.Module, compression: Any, stock: Any = momentum_sgd, **more: Any) -> Any:
-    return DistributedOptimizer(stock(model), model.named_parameters(), compression, **more)
-
-
-def _backward(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
+_slow_sgd = partial(sgd, lr=0.02)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +45,14 @@ def test_hand_computed_steps(gradients, nesterov, table):
     w, rank = nn.Parameter(torch.zeros(2, 3)), hvd.rank()
     sgd = torch.optim.SGD([w], lr=1.0, momentum=hand_table.MOMENTUM, nesterov=nesterov)
     optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(hand_table.DENSITY, min_numel=1))
-    for step, (each, row) in enumerate(zip(gradients, table, strict=True)):
+    for number, (each, row) in enumerate(zip(gradients, table, strict=True)):
         optimizer.zero_grad()
         before = w.detach().clone()
         (w * torch.tensor(each[rank]).view(2, 3)).sum().backward()
         optimizer.step()
         arrays = session(optimizer).exchange.state_arrays()["w"]
-        assert arrays["u"].tolist() == row["u"][rank], step
-        assert arrays["v"].tolist() == row["v"][rank], step
+        assert arrays["u"].tolist() == row["u"][rank], number
+        assert arrays["v"].tolist() == row["v"][rank], number
         moved = (before - w.detach()).flatten().tolist()
         if row["mean"] is None:
             assert w.grad.isnan().all() and moved == [0] * 6
@@ -74,8 +61,7 @@ def test_hand_computed_steps(gradients, nesterov, table):
 
 
 def test_few_calls_lie_between_a_hook_and_c():
-    model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(0.1, min_numel=1, bucket_bytes=1))
+    model, optimizer = made(Compression.dgc(0.1, min_numel=1, bucket_bytes=1))
     train(model, optimizer, 2)
     with calls_to_c(session(optimizer).exchange.engines[0].kernels) as buckets:
         train(model, optimizer, 1)
@@ -84,20 +70,12 @@ def test_few_calls_lie_between_a_hook_and_c():
 
 def _scaled(scales: bool = True, overflow_at: int | None = None) -> tuple[nn.Module, Any, float]:
     """Model, optimizer and the last loss scale."""
-    model = smooth_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales, growth_interval=7)
-    compression = Compression.dgc(0.05, compress_1d=True, min_numel=1)
-    optimizer = _wrapped(model, compression, _slow_sgd, grad_scaler=scaler)
-    for step, (x, y) in enumerate(batches(20, hvd.rank())):
-        optimizer.zero_grad()
-        if step == overflow_at and hvd.rank() == hvd.size() - 1:
+    model, optimizer = made(Compression.dgc(0.05, compress_1d=True, min_numel=1), _slow_sgd, grad_scaler=scaler)
+    for number, (x, y) in enumerate(batches(20, hvd.rank())):
+        if number == overflow_at and hvd.rank() == hvd.size() - 1:
             x = x * float("inf")
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+        step(model, optimizer, x, y, scaler, between=lambda: scaler.unscale_(optimizer))
     return model, optimizer, scaler.get_scale()
 
 
@@ -113,39 +91,10 @@ def test_loss_scaling():
     same_on_ranks(fingerprint(model))
 
 
-def _clipped(by_script: bool, **fields: Any) -> nn.Module:
-    """A script's own clipping comes after synchronize()."""
-    model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(0.02, **fields), _slow_sgd)
-    for x, y in batches(20, hvd.rank()):
-        _backward(model, optimizer, x, y)
-        optimizer.synchronize()
-        if by_script:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    return model
-
-
-def test_clipping():
-    """Harmless with clip_norm at the same c, warned about without, or at another."""
-    plain, clipped = _clipped(False), _clipped(False, clip_norm=0.5)
-    assert distance(weights(plain), weights(clipped)) > 1e-3
-    assert fingerprint(_clipped(False, clip_norm=1e6)) == fingerprint(plain)
-    said = {}
-    for c in (None, 0.5, 50.0):
-        with messages() as texts:
-            twice = _clipped(True, **{"clip_norm": c} if c else {})
-        said[c] = sum("clip_norm" in text for text in texts)
-        assert c != 0.5 or fingerprint(twice) == fingerprint(clipped)
-    assert list(said.values()) == ([1, 0, 1] if hvd.rank() == 0 else [0, 0, 0])
-
-
 def test_gradients_that_are_changed_too_late_are_told():
-    model = smooth_model()
     with messages() as texts:
-        optimizer = _wrapped(model, Compression.dgc(0.02))
-        _backward(model, optimizer, *next(iter(batches(1, hvd.rank()))))
+        model, optimizer = made(Compression.dgc(0.02))
+        first_loss(model).backward()
         for p in model.parameters():
             p.grad.mul_(0.5)
         optimizer.step()
@@ -154,8 +103,7 @@ def test_gradients_that_are_changed_too_late_are_told():
 
 def test_epoch_is_observed():
     """A warm-up in epochs follows ``DistributedSampler.set_epoch``."""
-    model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=3), min_numel=1))
+    model, optimizer = made(Compression.dgc(0.01, warmup=WarmupSchedule(epochs=3), min_numel=1))
     sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=hvd.size(), rank=hvd.rank())
     densities, before = [], 0
     for epoch in range(4):
@@ -168,33 +116,19 @@ def test_epoch_is_observed():
     same_on_ranks(fingerprint(model))
 
 
-def _trained(before_step: Callable[[nn.Module, Any], Any] = lambda model, optimizer: None) -> str:
-    """Fingerprint after ten steps, with something done before each optimizer's step."""
-    model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(0.02))
-    for x, y in batches(10, hvd.rank()):
-        _backward(model, optimizer, x, y)
-        before_step(model, optimizer)
-        optimizer.step()
-    return fingerprint(model)
-
-
 def test_synchronize_twice_is_once():
     """A second synchronize(), or a step() that synchronizes although that is done, changes nothing."""
-    once = _trained(lambda model, optimizer: optimizer.synchronize())
-    twice = _trained(lambda model, optimizer: [optimizer.synchronize() for _ in range(2)])
-    assert once == twice == _trained()
-
-
-def _give_other_memory(model: nn.Module, optimizer: Any) -> None:
-    for p in model.parameters():
-        p.grad.data = p.grad.data.clamp(-1e-4, 1e-4)
-
-
-def test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing():
-    found = _trained(_give_other_memory)
-    assert found == _trained()
-    same_on_ranks(found)
+    ends = []
+    for times in range(3):
+        model, optimizer = made(Compression.dgc(0.02))
+        for x, y in batches(10, hvd.rank()):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for _ in range(times):
+                optimizer.synchronize()
+            optimizer.step()
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1] == ends[2]
 
 
 def _clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -208,51 +142,44 @@ def test_step_hooks_see_the_whole_step_once():
     ends, calls = [], []
     for ours in (False, True):
         model = smooth_model()
-        sgd = _wrapped(model, _everything()) if ours else momentum_sgd(model)
+        optimizer = made(everything(), inner=model)[1] if ours else momentum_sgd(model)
         if ours:
-            sgd.register_step_pre_hook(
+            optimizer.register_step_pre_hook(
                 lambda *_, m=model: calls.append(all(p.grad is not None for p in m.parameters()))
             )
-        sgd.register_step_post_hook(_clamp)
+        optimizer.register_step_post_hook(_clamp)
         for x, y in batches(10, hvd.rank()):
-            _backward(model, sgd, x, y)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
             for name, p in () if ours else model.named_parameters():
                 p.grad = hvd.allreduce(p.grad, name=name)
-            sgd.step()
+            optimizer.step()
         ends.append(weights(model))
     assert distance(*ends) < 1e-5 and calls == [True] * 10
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-@pytest.mark.parametrize("stock", [momentum_sgd, _adamw])
+@pytest.mark.parametrize("stock", [momentum_sgd, adamw])
 def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock):
     """Horovod's idiom: rank 0 alone loads a stock checkpoint, then everything is broadcast."""
-    model, again = smooth_model(), smooth_model()
+    model = smooth_model()
     plain = stock(model)
     batch = next(iter(batches(1, rank=0)))  # the same on every rank: stock needs no exchange
-    _backward(model, plain, *batch)
-    plain.step()
-    optimizer = _wrapped(again, _everything(), stock)
+    step(model, plain, *batch)
+    again, optimizer = made(everything(), stock)
     if hvd.rank() == 0:
         again.load_state_dict(model.state_dict())
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     hvd.broadcast_parameters(again.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
-    for own, each in ((plain, model), (optimizer, again)):
-        _backward(each, own, *batch)
-        own.step()
+    step(model, plain, *batch)
+    step(again, optimizer, *batch)
     assert distance(weights(model), weights(again)) <= 1e-5
 
 
 def test_larger_batch_identity():
     """Sending everything every T steps with m = 0 is one step on a T times larger batch at T times the rate."""
-    period, lr = 4, 0.01
-    model = smooth_model()
-    compression = Compression.topk(1.0, compress_1d=True, min_numel=1, **UNROUNDED)
-    optimizer = _wrapped(model, compression, lambda model: torch.optim.SGD(model.parameters(), lr=lr))
+    period, plain = 4, partial(sgd, lr=0.01, momentum=0.0)
+    model, optimizer = made(Compression.topk(1.0, compress_1d=True, min_numel=1, **UNROUNDED), plain)
     exchange = session(optimizer).exchange
 
     def every_period(rule: str, view: ResidualView, k: int, generator: Any) -> Elements:
@@ -261,12 +188,10 @@ def test_larger_batch_identity():
     with mock.patch("dgc_horovod.core.engine.select", every_period):
         train(model, optimizer, 5 * period)
 
-    larger = smooth_model()
-    stock = hvd.DistributedOptimizer(torch.optim.SGD(larger.parameters(), lr=period * lr), larger.named_parameters())
+    larger, stock = made(None, partial(plain, lr=period * 0.01))
     data = list(batches(5 * period, hvd.rank()))
     for first in range(0, len(data), period):
-        _backward(larger, stock, *(torch.cat(parts) for parts in zip(*data[first : first + period], strict=True)))
-        stock.step()
+        step(larger, stock, *(torch.cat(parts) for parts in zip(*data[first : first + period], strict=True)))
     assert distance(weights(larger), weights(model)) < 1e-6
 
 
@@ -275,24 +200,20 @@ def test_larger_batch_identity():
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_all_over_mpi():
     call_each(
-        test_hand_computed_steps, test_few_calls_lie_between_a_hook_and_c, test_loss_scaling, test_clipping,
-        test_gradients_that_are_changed_too_late_are_told, test_epoch_is_observed, test_synchronize_twice_is_once,
-        test_memory_given_to_a_gradient_during_its_exchange_counts_for_nothing,
-        test_step_hooks_see_the_whole_step_once, test_rank_zero_alone_resumes_from_a_stock_checkpoint,
-        test_larger_batch_identity,
+        *all_of(__name__), memory.test_gradients_that_a_script_replaced_still_get_the_update,
+        clipping.test_both_idioms_give_the_bits_of_clip_norm, clipping.test_a_script_is_told_once,
     )  # fmt: skip
 
 
 @pytest.mark.on_ranks(1)
 def test_single_process_is_the_same_mathematics():
     """Density 1 is plain torch SGD, a low density trains with momentum, nothing is communicated."""
-    model, plain, low = smooth_model(), smooth_model(), smooth_model()
-    optimizer = _wrapped(model, _everything())
+    (model, optimizer), plain = made(everything()), smooth_model()
     train(model, optimizer, 20)
     train(plain, momentum_sgd(plain), 20)
     assert hvd.size() == 1 and optimizer.compression_stats()["bytes_received"] == 0
     assert distance(weights(plain), weights(model)) < 1e-6
-    losses = train(low, _wrapped(low, Compression.dgc(0.05), _slow_sgd), 60)
+    losses = train(*made(Compression.dgc(0.05), _slow_sgd), 60)
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
@@ -303,9 +224,10 @@ def test_adam_adds_weight_decay_to_gradients_that_are_clipped_before():
         model = smooth_model()
         optimizer: Any = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=0.1)
         if compresses:
-            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), _everything(clip_norm=0.3))
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), everything(clip_norm=0.3))
         for x, y in batches(20, 0):
-            _backward(model, optimizer, x, y)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
             if not compresses:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()

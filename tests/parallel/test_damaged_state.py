@@ -2,191 +2,149 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
-import torch
 
 from dgc_horovod.state import manifest
-from dgc_horovod.testing.torch import kept_by
-from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from tests.helpers.adapters import Adapter, Compression, on_adapters
 from tests.helpers.errors import error_of
-from tests.helpers.interrupted import made, train_between
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.run import COMPRESSIONS, HALF
-from tests.helpers.training import batches, fingerprint, momentum_sgd
+from tests.helpers.run import ALONE, COMPRESSIONS, HALF, SMALL
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
-COMPRESSION = COMPRESSIONS["clipped"]
+each_adapter = on_adapters("Horovod", slow=("Keras",))
 
 
-def _saved(folder: Path, steps: int = HALF) -> tuple[Any, Any]:
-    """A model and its optimizer, of which this is a checkpoint."""
-    model, optimizer = made(COMPRESSION)
-    train_between(model, optimizer, 0, steps)
-    save_checkpoint(folder, model, optimizer)
-    return model, optimizer
+def _started(adapter: Adapter, compression: Any = COMPRESSIONS["clipped"], **wrap: Any) -> Any:
+    return adapter.start(compression, momentum=0.9, wrap=wrap)
+
+
+def _saved(adapter: Adapter, folder: Path) -> Any:
+    """A run, of which this is a checkpoint."""
+    run = _started(adapter)
+    run.train(HALF)
+    run.save(folder)
+    return run
 
 
 def _same_but_for_the_rank(error: str) -> None:
-    assert error.startswith("CheckpointError: "), error
-    same_on_ranks(error.split("failed; ")[1])
+    same_on_ranks(error.split("failed; ")[-1])
 
 
+@each_adapter
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
-def test_damage_is_one_error_on_every_rank_or_a_choice(damage, tmp_path):
-    _saved(tmp_path)
+def test_damage_is_one_error_on_every_rank_or_a_choice(adapter, damage, tmp_path):
+    _saved(adapter, tmp_path)
     listed = manifest.Manifest.from_bytes((tmp_path / manifest.MANIFEST).read_bytes())
-    last = tmp_path / listed.files[f"rank {hvd.size() - 1}"].name
+    last = tmp_path / listed.files["rank 1"].name
     sound = last.read_bytes()
-    hvd.barrier()
-    if hvd.rank() == 0 and damage == "missing":
+    adapter.barrier()
+    if adapter.rank == 0 and damage == "missing":
         last.unlink()
-    elif hvd.rank() == 0:
+    elif adapter.rank == 0:
         last.write_bytes(sound[:-100] if damage == "cut" else sound[:500] + b"x" + sound[501:])
-    hvd.barrier()
-    error = error_of(lambda: load_checkpoint(tmp_path, *made(COMPRESSION)))
+    adapter.barrier()
+    other = _started(adapter)
+    error = error_of(lambda: other.load(tmp_path))
     _same_but_for_the_rank(error)
-    assert "rank 1: " in error and 'residuals="if sound"' in error
-    other, second = made(COMPRESSION)
-    load_checkpoint(tmp_path, other, second, residuals="if sound")
-    kept = any(arrays["v"].any() for arrays in kept_by(second).tensors.values())
-    assert kept == (hvd.rank() == 0), "the damaged rank alone starts from zero"
+    assert error.startswith("CheckpointError: ") and "rank 1: " in error and 'residuals="if sound"' in error
+    other.load(tmp_path, residuals="if sound")
+    kept = any(parts["v"].any() for parts in other.kept().values())
+    assert kept == (adapter.rank == 0), "the damaged rank alone starts from zero"
 
 
-def _with_a_strangers_manifest(folder: Path) -> Path:
+def _with_a_strangers_manifest(folder: Path, adapter: Adapter) -> Path:
     other = folder / "web"
-    if hvd.rank() == 0:
+    if adapter.rank == 0:
         other.mkdir()
         (other / manifest.MANIFEST).write_text('{"name": "my web app"}')
     return other
 
 
-def _other() -> tuple[Any, Any]:
-    model = torch.nn.Linear(32, 40)
-    named = [(f"other.{name}", p) for name, p in model.named_parameters()]
-    return model, DistributedOptimizer(momentum_sgd(model), named, COMPRESSION)
+def _other_model(adapter: Adapter) -> Any:
+    if adapter.kind == "keras":
+        import keras
+
+        return keras.Sequential([keras.layers.Input((10,)), keras.layers.Dense(3)])
+    import torch
+
+    return torch.nn.Linear(3, 4)
 
 
-UNFIT: dict[str, tuple[list[str], Callable[[Path, Any, Any], Any]]] = {  # words, and what is done
-    "other method": ([], lambda folder, model, optimizer: load_checkpoint(folder, *made(COMPRESSIONS["topk"]))),
-    "other model": ([], lambda folder, model, optimizer: load_checkpoint(
-        folder, torch.nn.Linear(3, 4), optimizer, "ignored")),
-    "other op": (["averaging", "summing"], lambda folder, model, optimizer: load_checkpoint(
-        folder, *made(COMPRESSION, op=hvd.Sum))),
-    "something else's": ([], lambda folder, model, optimizer: save_checkpoint(
-        _with_a_strangers_manifest(folder), model, optimizer)),
-    "not writable": ([], lambda folder, model, optimizer: save_checkpoint(
-        "/proc/none" if hvd.rank() else folder, model, optimizer)),
-    "another optimizer": ([], lambda folder, model, optimizer: save_checkpoint(folder, *_other())),
-    "code": ([], lambda folder, model, optimizer: save_checkpoint(
-        folder, model, optimizer, extra=hvd.Average, run=error_of)),
-    "no name": (["rank 1: the directory must be a path, got ''"], lambda folder, model, optimizer: save_checkpoint(
-        "" if hvd.rank() else folder, model, optimizer)),
-    "a long name": ([], lambda folder, model, optimizer: save_checkpoint(folder / ("x" * 300), model, optimizer)),
-    "no name to load": ([], lambda folder, model, optimizer: load_checkpoint(
-        "" if hvd.rank() else folder, model, optimizer)),
+UNFIT: dict[str, tuple[str, Callable[[Path, Any], Any]]] = {  # words, and what is done
+    "other method": ("CheckpointError: .*momentum_correction", lambda folder, run: _started(
+        run.adapter, COMPRESSIONS["topk"]).load(folder)),
+    "other model": ("CheckpointError: ", lambda folder, run: run.adapter.module.load_checkpoint(
+        folder, _other_model(run.adapter), run.optimizer, residuals="ignored")),
+    "other op": ("CheckpointError: .*(averaging.*summing|summing.*averaging)", lambda folder, run: _started(
+        run.adapter, op=run.adapter.ranks.Sum).load(folder)),
+    "something else's": ("CheckpointError: ", lambda folder, run: run.save(
+        _with_a_strangers_manifest(folder, run.adapter))),
+    "not writable": ("CheckpointError: ", lambda folder, run: run.save("/proc/none" if run.adapter.rank else folder)),
+    "code": ("CheckpointError: ", lambda folder, run: run.save(folder, extra=run.adapter.ranks.Average, run=error_of)),
+    "no name": ("CheckpointError: .*rank 1: the directory must be a path, got ''", lambda folder, run: run.save(
+        "" if run.adapter.rank else folder)),
+    "a long name": ("CheckpointError: ", lambda folder, run: run.save(folder / ("x" * 300))),
+    "no name to load": ("CheckpointError: ", lambda folder, run: run.load("" if run.adapter.rank else folder)),
+    "not distributed": ("UnsupportedUse: ", lambda folder, run: run.adapter.module.save_checkpoint(
+        folder, run.model, run.adapter.start(ALONE).optimizer)),
 }  # fmt: skip
 
 
+@each_adapter
 @pytest.mark.parametrize("name", UNFIT)
-def test_what_does_not_fit_is_one_error_on_every_rank(name, tmp_path):
+def test_what_does_not_fit_is_one_error_on_every_rank(adapter, name, tmp_path):
     """And the first save is still there."""
-    model, optimizer = _saved(tmp_path)
-    save_checkpoint(tmp_path, model, optimizer)  # over the first one
+    run = _saved(adapter, tmp_path)
+    run.save(tmp_path)  # over the first one
     files = sorted(file.name.split("-", 2)[-1] for file in tmp_path.iterdir())
     assert files == ["manifest.json", "model.bin", "rank0.npz", "rank1.npz"]
-    hvd.barrier()
+    adapter.barrier()
     words, attempt = UNFIT[name]
-    error = error_of(lambda: attempt(tmp_path, model, optimizer))
+    error = error_of(lambda: attempt(tmp_path, run))
+    assert re.match(words, error, re.DOTALL), error
+    assert (adapter.name, name) != ("Keras", "code") or "must be numbers, texts" in error
     _same_but_for_the_rank(error)
-    assert all(word in error for word in words), error
-    load_checkpoint(tmp_path, model, optimizer)
+    run.load(tmp_path)
 
 
-def test_a_record_that_is_none_or_anothers():
-    model, optimizer = made(COMPRESSION)
-    train_between(model, optimizer, 0, 2)
-    error = error_of(lambda: optimizer.load_residual_state_dict(None))
-    assert error.startswith("CheckpointError: this is no dict of residual_state_dict()")
-    stale = {**optimizer.residual_state_dict(), "rank": 1 - hvd.rank()}
-    error = error_of(lambda: optimizer.load_residual_state_dict(stale))
-    assert error.startswith(f"CheckpointError: the residuals are of rank {1 - hvd.rank()} of 2")
+@each_adapter
+def test_a_record_that_is_none_or_anothers(adapter):
+    run = _started(adapter)
+    run.train(2)
+    error = error_of(lambda: run.optimizer.load_residual_state_dict(None))
+    assert re.match(r"CheckpointError: .*this is no dict of residual_state_dict\(\)", error, re.DOTALL)
+    same_on_ranks(error)
+    stale = {**run.optimizer.residual_state_dict(), "rank": 1 - adapter.rank}
+    error = error_of(lambda: run.optimizer.load_residual_state_dict(stale))
+    assert re.match(f"CheckpointError: .*the residuals are of rank {1 - adapter.rank} of 2", error, re.DOTALL)
 
 
-def test_between_backward_and_step_nothing_is_saved(tmp_path):
-    model, optimizer = _saved(tmp_path)
-    x, y = next(iter(batches(1, hvd.rank())))
-    torch.nn.functional.mse_loss(model(x), y).backward()
-    in_flight = error_of(lambda: save_checkpoint(tmp_path, model, optimizer))
-    optimizer.synchronize()
-    not_applied = error_of(optimizer.residual_state_dict)
-    optimizer.step()
-    assert in_flight.startswith("CheckpointError: ") and not_applied.startswith("UnsupportedUse: ")
-    assert "after step()" in in_flight and "after step()" in not_applied
+LOCAL, DGC = Compression.local(steps=4, min_numel=16), Compression.dgc(**SMALL)
 
 
-class Particular(torch.nn.Module):
-    """A model that changes what it is given to load, and looks at what it has loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.seen = torch.nn.Linear(64, 64), 0
-        self.register_buffer("norm", torch.zeros(()))
-        self._register_state_dict_hook(self._write)
-        self._register_load_state_dict_pre_hook(self._prepare)
-        self.register_load_state_dict_post_hook(self._look)
-
-    @staticmethod
-    def _write(module: Any, found: dict[str, Any], prefix: str, _: Any) -> None:
-        found["norm"], found["layer.weight"] = module.layer.weight.norm(), 2 * found["layer.weight"]
-
-    def _prepare(self, found: dict[str, Any], *_: Any) -> None:
-        found["layer.weight"].div_(2)
-
-    def _look(self, *_: Any) -> None:
-        if not torch.allclose(self.norm, self.layer.weight.norm()):
-            raise RuntimeError("other weights than were saved")
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"seen": [self.seen]}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"].pop()
-
-    def load_state_dict(self, found: Any, *arguments: Any, **more: Any) -> Any:
-        found["layer.bias"] = found.pop("bias of before", found.get("layer.bias"))
-        return super().load_state_dict(found, *arguments, **more)
-
-
-def _particular() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = Particular()
-    return model, DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1))
-
-
-def test_a_model_is_loaded_by_its_own_hooks_once_or_is_what_it_was(tmp_path):
-    """By its own methods too; and not at all, where one rank's refuses."""
-    model, optimizer = _particular()
-    for seen in range(1, 4):
-        model.layer(torch.ones(2, 64) * seen).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.seen = seen
-    other, second = _particular()
-    save_checkpoint(tmp_path, model, optimizer)
-
-    def refuse(*_: Any) -> None:
-        if hvd.rank() == 1:
-            raise RuntimeError("not mine")
-
-    refusing = other.register_load_state_dict_post_hook(refuse)
-    before = fingerprint(other)
-    error = error_of(lambda: load_checkpoint(tmp_path, other, second))
-    assert "rank 1" in error and "not mine" in error and fingerprint(other) == before
-    refusing.remove()
-    load_checkpoint(tmp_path, other, second)
-    assert fingerprint(other) == fingerprint(model) and other.seen == 3
+@each_adapter
+@pytest.mark.parametrize(
+    ("before", "now", "optimizer", "steps", "words"),
+    [
+        (COMPRESSIONS["topk"], LOCAL, "SGD", 0, r"gradients((?!flush\(\)).)*$"),
+        (COMPRESSIONS["topk"], DGC, "SGD", 0, "gradients"),
+        (COMPRESSIONS["topk"], DGC, "SGD", 2, "gradients"),
+        (COMPRESSIONS["dgc, warm-up"], COMPRESSIONS["topk"], "SGD", 0, r".*flush\(\)"),
+        (DGC, DGC, "AdamW", 0, r".*flush\(\)"),
+    ],
+    ids=["topk, local", "topk, dgc", "topk, dgc, trained", "dgc, topk", "SGD, AdamW"],
+)
+def test_residuals_of_another_method_are_refused(adapter, before, now, optimizer, steps, words):
+    run = _started(adapter, before)
+    run.train(4)
+    other = adapter.start(now, optimizer)
+    if adapter.kind == "keras":
+        other.optimizer.build(other.model.trainable_variables)
+    other.train(steps)
+    error = error_of(lambda: other.optimizer.load_residual_state_dict(run.optimizer.residual_state_dict()))
+    assert re.match("CheckpointError: the residuals hold " + words, error, re.DOTALL), error

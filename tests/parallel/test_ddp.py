@@ -1,9 +1,7 @@
-"""The adapter over torch.distributed, on ranks that know no Horovod: stock DDP at density 1; what works, what not."""
+"""The adapter over torch.distributed, on ranks that know no Horovod: what works, what not."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,148 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer, register
 from tests.helpers.adapters import on_adapters
-from tests.helpers.ddp_training import made, made_plain, one_batch, sgd, step, train
+from tests.helpers.ddp_training import made, made_plain, one_batch, sgd, train
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import (
-    INPUTS,
-    UNROUNDED,
-    SharedGradients,
-    batches,
-    distance,
-    fingerprint,
-    smooth_model,
-    weights,
-)
+from tests.helpers.regression import batches, distance, fingerprint, nesterov, smooth_model, weights
+from tests.helpers.run import everything
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 each_number_of_ranks = pytest.mark.usefixtures("workers")
 SAME = 1e-5
 FEW = Compression.dgc(0.1)
-nesterov = partial(sgd, nesterov=True, weight_decay=1e-2)
-
-
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def workers(request):
-    return request.param
-
-
-def everything(**fields: Any) -> Any:
-    """The compression that loses nothing."""
-    return Compression.dgc(1.0, factor_masking=False, min_numel=1, **{**UNROUNDED, **fields})
-
-
-def _two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    groups = [
-        {"params": list(inner[:2].parameters()), "momentum": 0.5, "nesterov": False},
-        {"params": list(inner[2:].parameters()), "weight_decay": 1e-2, "lr": 0.02},
-    ]
-    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
-
-
-def _trained(
-    make: Any, compression: Any, passes: int = 1, scaler: Any = None, dtype: torch.dtype | None = None, **options: Any
-) -> torch.Tensor:
-    """Weights after 12 steps; backward passes of a step but the last are under no_sync."""
-    model, optimizer = made(compression, make, **options)
-    data = iter(batches(12 * passes, dist.get_rank()))
-    for _ in range(12):
-        optimizer.zero_grad()
-        for i in range(passes):
-            x, y = next(data)
-            with model.no_sync() if i < passes - 1 else contextlib.nullcontext():
-                with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
-                    loss = F.mse_loss(model(x).float(), y) / passes
-                (scaler.scale(loss) if scaler is not None else loss).backward()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-    return weights(model)
-
-
-def _from_stock(make: Any = nesterov, compression: Any = None, **options: Any) -> float:
-    stock = _trained(make, None, **copy.deepcopy(options))
-    return distance(stock, _trained(make, compression or everything(), **options))
-
-
-class _Branches(nn.Module):
-    """A part that one rank leaves out in a step, and another part that the other ranks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body, self.left, self.right = nn.Linear(INPUTS, 48), nn.Linear(48, 48), nn.Linear(48, 48)
-        self.head, self.step = nn.Linear(48, 1), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        x = torch.tanh(self.body(x))
-        side = self.left if (self.step + dist.get_rank()) % 2 else self.right
-        return self.head(torch.tanh(side(x)))
-
-
-STOCK: dict[str, dict[str, Any]] = {  # arguments of `_from_stock`
-    "nesterov, weight decay": {},
-    "two groups": {"make": _two_groups},
-    "no_sync": {"passes": 3},
-    "two groups, no_sync": {"make": _two_groups, "passes": 2},
-    "small buckets of DDP": {"bucket_cap_mb": 0.005},
-    "gradient_as_bucket_view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
-    "static_graph": {"static_graph": True},
-    "small buckets of ours": {"compression": everything(bucket_bytes=4096)},
-    "AdamW": {"make": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3)},
-    "topk": {"compression": Compression.topk(1.0, **UNROUNDED)},
-    "sharded": {"compression": everything(exchange="sharded")},
-    "bf16 autocast": {"dtype": torch.bfloat16},
-    "fp16 hook": {"compression": Compression.fp16},
-}
-ROUNDED = {"bf16 autocast": 5e-3, "fp16 hook": 200 * SAME}  # a difference in the last bit may round another way
-
-
-@each_number_of_ranks
-@pytest.mark.parametrize("name", STOCK)
-def test_density_1_is_stock_ddp(name):
-    assert _from_stock(**STOCK[name]) <= ROUNDED.get(name, SAME)
-
-
-@each_number_of_ranks
-def test_a_compressed_run_is_not_silently_dense():
-    assert _from_stock(compression=Compression.dgc(0.01)) > 1e-3
-
-
-@each_number_of_ranks
-@pytest.mark.parametrize("views", [False, True])
-def test_parameters_that_some_ranks_leave_out(views):
-    inner = {"inner": _Branches(), "find_unused_parameters": True, "gradient_as_bucket_view": views}
-    assert _from_stock(**inner) <= SAME
-
-
-@each_number_of_ranks
-@pytest.mark.parametrize("way", ["plain", "in DDP"])
-def test_gradients_that_share_memory_get_an_update_each(way):
-    """As where they are averaged by hand."""
-    ends = []
-    for by_hand in (True, False):
-        model = inner = SharedGradients()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
-        if not by_hand and way == "plain":
-            DistributedOptimizer(optimizer, model.named_parameters(), everything())
-        elif not by_hand:
-            inner, _ = made(everything(), lambda _: optimizer, model, find_unused_parameters=True)  # noqa: B023
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(5):
-            optimizer.zero_grad()
-            inner(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
-            for p in model.parameters() if by_hand else ():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                dist.all_reduce(p.grad)
-                p.grad /= dist.get_world_size()
-            optimizer.step()
-        ends.append(weights(model))
-    assert distance(*ends) <= SAME
 
 
 @each_number_of_ranks
@@ -193,19 +59,13 @@ def test_layers_that_were_frozen_since_ddp_was_made_stay():
     assert torch.equal(first, before[0]) and not torch.equal(second, before[1])
 
 
-def _scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", 1024.0, growth_interval=4)
-
-
 @each_number_of_ranks
 def test_a_grad_scaler_skips_the_same_steps():
     """A gradient of one rank that is not finite makes every rank skip that step."""
-    slow = partial(sgd, nesterov=True, lr=0.02)
-    assert _from_stock(slow, scaler=_scaler()) <= SAME
     scales = []
     for compression in (None, FEW):
-        model, optimizer = made(compression, slow)
-        scaler = _scaler()
+        model, optimizer = made(compression, partial(sgd, nesterov=True, lr=0.02))
+        scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=4)
         for number, (x, y) in enumerate(batches(10, dist.get_rank())):
             optimizer.zero_grad()
             before = weights(model)
@@ -218,21 +78,6 @@ def test_a_grad_scaler_skips_the_same_steps():
         scales.append(scaler.get_scale())
         same_on_ranks(fingerprint(model))
     assert scales[0] == scales[1]
-
-
-@each_number_of_ranks
-@pytest.mark.parametrize("passes", [1, 3])
-def test_without_ddp(passes):
-    """As DDP with the same gradients, also with several passes a step."""
-    model, optimizer = made_plain(everything(), nesterov, backward_passes_per_step=passes)
-    data = iter(batches(12 * passes, dist.get_rank()))
-    for _ in range(12):
-        optimizer.zero_grad()
-        for _ in range(passes):
-            x, y = next(data)
-            (F.mse_loss(model(x), y) / passes).backward()
-        optimizer.step()
-    assert distance(_trained(nesterov, None, passes=passes), weights(model)) <= SAME
 
 
 FIELDS: dict[str, Any] = {"density": 0.02, "min_numel": 64}
@@ -257,21 +102,6 @@ def test_replicas_are_the_same_bits_and_little_is_sent(name):
     stats = optimizer.compression_stats()
     assert stats["steps"] == 6 and stats["bytes_dense"] / stats["bytes_sent"] > 20
     same_on_ranks(fingerprint(model))
-
-
-@each_number_of_ranks
-def test_schedulers_and_step_hooks():
-    """A scheduler made before ``register`` goes on counting; step hooks run once a step."""
-    model = DistributedDataParallel(smooth_model())
-    optimizer = sgd(model)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    steps: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    register(model, optimizer, FEW)
-    for x, y in batches(3, dist.get_rank()):
-        step(model, optimizer, x, y)
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05 / 8 and len(steps) == 3 and isinstance(optimizer, torch.optim.SGD)
 
 
 @each_number_of_ranks
@@ -389,6 +219,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "ZeRO": (
         "UnsupportedUse: ZeroRedundancyOptimizer is a distributed optimizer: it shards its state",
         lambda: _register(_ddp(), _zero)),
+    "auto": ("use DDP and register()", lambda: made_plain(Compression.auto(), nesterov)),
     "post-local": (
         "UnsupportedUse: PostLocalSGDOptimizer is a distributed optimizer", lambda: _register(_ddp(), _post_local)),
     "in backward": (
@@ -416,6 +247,13 @@ def test_refusals(name):
     assert words in error, error
 
 
+def _ddp_alone() -> torch.Tensor:
+    """Its weights after 12 steps."""
+    model, optimizer = made(None, nesterov)
+    train(model, optimizer)
+    return weights(model)
+
+
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_a_model_that_is_compiled(where):
     """torch.compile around DDP, or inside of it."""
@@ -426,7 +264,7 @@ def test_a_model_that_is_compiled(where):
     names = [session(optimizer).exchange.names[p] for p in ddp.parameters()]
     assert names == list(dict(smooth_model().named_parameters()))
     train(model, optimizer)
-    assert distance(_trained(nesterov, None), weights(ddp)) <= SAME
+    assert distance(_ddp_alone(), weights(ddp)) <= SAME
 
 
 @on_adapters("DDP", "without DDP")
@@ -450,4 +288,4 @@ def test_a_step_that_is_compiled(adapter, whole):
         else:
             forward_and_backward(x, y)
             compiled()
-    assert distance(_trained(nesterov, None), weights(model)) <= SAME
+    assert distance(_ddp_alone(), weights(model)) <= SAME

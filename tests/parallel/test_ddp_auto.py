@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, MOST_TIMED, SETTLING
 from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch.ddp import Compression, register
-from tests.helpers.ddp_training import made, made_plain, sgd, step, train
+from tests.helpers.ddp_training import made, sgd, train
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import batches, distance, fingerprint, weights
@@ -79,14 +79,4 @@ def test_a_model_is_given_back_to_ddp(first, halves):
     else:
         assert fingerprint(model) == fingerprint(stock)
     assert "wrapped by another" in error_of(before.step)
-    same_on_ranks(fingerprint(model))
-
-
-def test_what_cannot_be_compressed_is_left_to_ddp():
-    """Without DDP there is nothing to compare with."""
-    model, optimizer = made(Compression.auto(), lambda model: sgd(model, dampening=0.1))
-    for x, y in batches(3, dist.get_rank()):
-        step(model, optimizer, x, y)
-    assert not hasattr(optimizer, "compression_stats")
-    assert "use DDP and register()" in error_of(lambda: made_plain(Compression.auto(), _nesterov))
     same_on_ranks(fingerprint(model))

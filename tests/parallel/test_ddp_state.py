@@ -136,7 +136,6 @@ def test_refused(tmp_path):
     stock = error_of(lambda: save_checkpoint(tmp_path, model, sgd(model)))
     assert "UnsupportedUse: pass the optimizer that was passed to register()" in stock
     assert "CheckpointError" in error_of(lambda: load_checkpoint(tmp_path / "none", model, optimizer))
-    assert "cannot be copied or pickled" in error_of(lambda: copy.deepcopy(optimizer))
     group = {"params": [torch.nn.Parameter(torch.zeros(1))]}
     assert "add_param_group after wrapping" in error_of(lambda: optimizer.add_param_group(group))
     assert "already wrapped" in error_of(lambda: register(model, optimizer, FEW))

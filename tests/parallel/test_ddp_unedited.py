@@ -29,6 +29,7 @@ WHOLE = {
     "DGC_FACTOR_MASKING": "off",
 }  # fmt: skip
 BY_PATH = {"PYTHONPATH": f"{FOLDER}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+FEW = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"}
 
 
 def by_entry_point(folder: Path) -> dict[str, str]:
@@ -55,6 +56,14 @@ def dgcrun(*words: str, **environment: str):
     return run([sys.executable, "-m", "dgc_horovod.launch.cli", *words], 150, environment)
 
 
+def with_another_rank(folder: Path, workers: int, line: str) -> list[str]:
+    """The command in which ranks differ by what a line of a shell does before they start."""
+    script = folder / "start.sh"
+    script.write_text(f'#!/bin/sh\n{line}\nexec "$@"\n')
+    script.chmod(0o755)
+    return [*torchrun(workers, "--no-python"), str(script), sys.executable, *SCRIPT, str(folder / "w"), "plain"]
+
+
 def said(output: str) -> list[str]:
     """The lines that tell why nothing is compressed, as often as they stand there."""
     return re.findall(r"NOT ACTIVE: compression dgc was asked for, but (.*)", output)
@@ -79,12 +88,8 @@ def test_compressed_or_refused_in_the_same_words(tmp_path):
 
 def test_a_rank_that_is_not_active_is_named_on_every_other(tmp_path):
     """The others do not wait for it in an exchange, and all train by DDP's own."""
-    script = tmp_path / "start.sh"
-    script.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && unset DGC_COMPRESSION DGC_DENSITY DGC_TIMEOUT\nexec "$@"\n')
-    script.chmod(0o755)
-    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02", "DGC_TIMEOUT": "4"}
-    command = [*torchrun(3, "--no-python"), str(script), sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"]
-    code, output = run(command, 100, environment)
+    command = with_another_rank(tmp_path, 3, '[ "$RANK" = 1 ] && unset DGC_COMPRESSION DGC_DENSITY DGC_TIMEOUT')
+    code, output = run(command, 100, {**FEW, "DGC_TIMEOUT": "4"})
     digests = set(re.findall(r"rank \d plain (\w{8})", output))
     assert code == 0 and len(digests) == 1, output
     first, *others = said(output)
@@ -97,7 +102,7 @@ def test_the_last_line_is_there_where_a_process_is_killed_after_its_group(tmp_pa
     script = tmp_path / "train.py"
     script.write_text("import os\nfrom tests.helpers import unedited_ddp\nunedited_ddp.main()\nos._exit(0)\n")
     command = [*torchrun(2), str(script), str(tmp_path / "w"), "plain"]
-    code, output = run(command, 100, {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"})
+    code, output = run(command, 100, FEW)
     assert code == 0 and len(re.findall(r"dgc_horovod: dgc, density \S+: 11 steps; ", output)) == 1, output
 
 
@@ -154,11 +159,8 @@ def test_dgcrun_ends_with_3_where_nothing_was_compressed(tmp_path):
 @pytest.mark.slow
 def test_rank_0_is_not_active(tmp_path):
     """It tells dgcrun nothing; the job ended with 0."""
-    script = tmp_path / "start.sh"
-    script.write_text('#!/bin/sh\n[ "$RANK" = 0 ] && export DGC_ENABLED=0\nexec "$@"\n')
-    script.chmod(0o755)
-    words = [*torchrun(2, "--no-python"), str(script), sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"]
-    code, output = dgcrun("--dgc", "--dgc-timeout", "4", *words)
+    command = with_another_rank(tmp_path, 2, '[ "$RANK" = 0 ] && export DGC_ENABLED=0')
+    code, output = dgcrun("--dgc", "--dgc-timeout", "4", *command)
     assert code == 3 and "rank 0 of 2 did not answer within 4 s" in said(output)[0], output
 
 
@@ -211,7 +213,7 @@ print(torch.distributed.init_process_group.__module__, hasattr(torch.distributed
 @pytest.mark.parametrize("agent", [True, False])
 def test_a_wrong_setting(agent, tmp_path):
     """torchrun would start the job again and again if it failed; without it the exit code tells."""
-    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "7"}
+    environment = {**FEW, "DGC_DENSITY": "7"}
     if agent:
         output, _ = trained(tmp_path, ["plain"], environment)
         assert len(said(output)) == 3, "on each rank at the first step, and in the last line"
@@ -224,12 +226,7 @@ def test_a_wrong_setting(agent, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_with_different_settings(tmp_path):
-    script = tmp_path / "start.sh"
-    script.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && export DGC_DENSITY=0.03\nexec "$@"\n')
-    script.chmod(0o755)
-    environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"}
-    command = [*torchrun(2, "--no-python"), str(script), sys.executable, *SCRIPT, str(tmp_path / "w"), "plain"]
-    code, output = run(command, 100, environment)
+    code, output = run(with_another_rank(tmp_path, 2, '[ "$RANK" = 1 ] && export DGC_DENSITY=0.03'), 100, FEW)
     assert code == 0 and len(said(output)) == 3, output
     assert set(said(output)) == {"the ranks' settings differ: DGC_DENSITY is 0.02 on rank 0 and 0.03 on rank 1"}
 

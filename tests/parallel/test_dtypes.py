@@ -1,7 +1,9 @@
-"""Tensors that are not contiguous fp32 on the device that Horovod serves."""
+"""Tensors that are small, or not contiguous fp32 on the device that Horovod serves."""
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 from unittest import mock
 
@@ -9,35 +11,20 @@ import horovod.torch as hvd
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, horovod_carrier
+from tests.helpers.adapters import Adapter
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.together import call_each
-from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.regression import step
+from tests.helpers.together import all_of, call_each
+from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, made, train, weights
+from tests.parallel import test_each_adapter
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
-
-
-def _wrapped(model: nn.Module, **fields: Any) -> Any:
-    return DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05, **fields))
-
-
-def test_low_precision():
-    """A bfloat16 model: gradients are accumulated in fp32, p.grad comes back in its own dtype."""
-    model = smooth_model().bfloat16()
-    optimizer = _wrapped(model)
-    for x, y in batches(10, hvd.rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
-        optimizer.step()
-    arrays = session(optimizer).exchange.state_arrays()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
-    assert {str(a.dtype) for d in arrays.values() for a in d.values()} == {"float32"}
-    same_on_ranks(fingerprint(model.float()))
+FEW = Compression.dgc(0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -61,54 +48,17 @@ def test_low_precision_follows_its_shadow_in_fp32(dtype):
         u, v = u * kept, v * kept
 
 
-def test_a_model_that_is_cast_after_wrapping():
-    """The hooks still fire, the replicas stay equal."""
-    model = smooth_model()
-    optimizer = _wrapped(model)
-    model.double()
-    for x, y in batches(5, hvd.rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x.double()), y.double()).backward()
-        assert session(optimizer).passes.results, "the hooks no longer fire"
-        optimizer.step()
-    same_on_ranks(fingerprint(model))
-
-
 def test_channels_last():
     """Convolution weights, dense path and compressed, with a clip that acts."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
-    optimizer = _wrapped(model, clip_norm=1e-3, min_numel=1000)
-    for step in range(3):
+    inner = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 3)).to(memory_format=torch.channels_last)
+    model, optimizer = made(Compression.dgc(0.05, clip_norm=1e-3, min_numel=1000), inner=inner)
+    for number in range(3):
         optimizer.zero_grad()
-        x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(10 * number + hvd.rank()))
         model(x.to(memory_format=torch.channels_last)).pow(2).sum().backward()
         optimizer.step()
     same_on_ranks(fingerprint(model))
-
-
-@pytest.mark.parametrize("way", ["script", "elements", "clip_norm", "auto"])
-def test_gradients_in_float64_are_clipped(way):
-    """As those in fp32. torch has no norm of them in fp32: an error at the next step."""
-    ends = []
-    given = {"clip_norm": 0.5} if way in ("clip_norm", "auto") else {}
-    for dtype in (torch.float32, torch.float64):
-        model = smooth_model().to(dtype)
-        compression = Compression.auto(**given) if way == "auto" else Compression.dgc(0.1, min_numel=64, **given)
-        optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression)
-        for x, y in batches(4, hvd.rank()):
-            optimizer.zero_grad()
-            F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
-            optimizer.synchronize()
-            if way == "script":
-                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-            elif way == "elements":
-                nn.utils.clip_grad_value_(model.parameters(), 0.05)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        ends.append(weights(model).double())
-    assert distance(*ends) < 1e-3
-    same_on_ranks(float(ends[1].sum()))
 
 
 class _Half:
@@ -132,7 +82,7 @@ def test_half_precision_overflow_is_skipped():
     """Every gradient is finite, and an update is not: sent again at every step, it stopped training."""
     run = _Half()
     with messages() as texts:
-        moved = [run.moves(6e3 if step < 30 else 6e2) for step in range(40)]
+        moved = [run.moves(6e3 if number < 30 else 6e2) for number in range(40)]
     assert not all(moved[:30]) and all(moved[-10:])
     exchange = session(run.optimizer).exchange
     assert run.w.isfinite().all() and torch.from_numpy(exchange.state_arrays()["w"]["v"]).isfinite().all()
@@ -155,8 +105,8 @@ def test_tensors_that_horovod_cannot_take_go_through_host_memory():
     """A Horovod without CUDA ends the process when it is given a CUDA tensor."""
     ends = []
     for by_host in (False, True):
-        model = smooth_model()
-        optimizer = _wrapped(model, dense_values="fp32", check_every=1, on_mismatch="broadcast")
+        compression = Compression.dgc(0.05, dense_values="fp32", check_every=1, on_mismatch="broadcast")
+        model, optimizer = made(compression)
         with mock.patch.object(horovod_carrier, "needs_host", return_value=by_host) as needs_host:
             train(model, optimizer, 3)
             if hvd.rank() == 1:  # the others' weights come back by broadcasts
@@ -169,13 +119,54 @@ def test_tensors_that_horovod_cannot_take_go_through_host_memory():
     same_on_ranks(ends)
 
 
+WAYS = ("fp32", "fp16", "bf16", "8bit", "auto")
+
+
+@functools.cache
+def _trained(way: str) -> tuple[nn.Module, list[float], int]:
+    """Model, losses and bytes sent after 30 steps, in which nothing but the small tensors' values differs."""
+    model, optimizer = made(Compression.dgc(0.05, values="fp32", dense_values=way, clip_norm=1.0))
+    losses = train(model, optimizer, steps=30)
+    return model, losses, optimizer.compression_stats()["bytes_sent"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_biases_and_norms(way):
+    exact, (model, losses, _) = _trained("fp32")[0], _trained(way)
+    least, most = (0, 0) if way == "fp32" else (1e-7, 5e-2)
+    assert least <= distance(weights(exact), weights(model)) <= most, "fewer bits do travel, and cost little"
+    assert sum(losses[-5:]) < sum(losses[:5])
+    same_on_ranks(fingerprint(model))
+
+
+def test_fewer_bits_are_fewer_bytes():
+    sent = {way: _trained(way)[2] for way in WAYS}
+    assert sent["auto"] == sent["8bit"] < sent["bf16"] < sent["fp32"] and sent["fp16"] < sent["fp32"]
+
+
+def test_nan_in_a_bias_stops_that_step_everywhere():
+    """It travels in 8 bits."""
+    model, optimizer = made(FEW)
+    bad, moved = False, []
+    model[0].bias.register_hook(lambda g: g * math.nan if bad else g)
+    for number, (x, y) in enumerate(batches(6, hvd.rank())):
+        before = weights(model).clone()
+        bad = number == 2 and hvd.rank() == 1
+        step(model, optimizer, x, y)
+        moved.append(bool((weights(model) - before).norm() > 0))
+    assert moved == [True, True, False, True, True, True]
+    same_on_ranks(fingerprint(model))
+
+
+@pytest.mark.parametrize("way", ["fp32", "8bit"])
+def test_a_model_of_small_tensors_is_told_so(way):
+    with messages() as texts:
+        made(Compression.dgc(0.05, dense_values=way), inner=nn.Linear(4, 4))
+    assert sum("NOTHING IS COMPRESSED" in text for text in texts) == (hvd.rank() == 0), texts
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_all_over_mpi():
-    call_each(
-        test_low_precision, test_low_precision_follows_its_shadow_in_fp32, test_a_model_that_is_cast_after_wrapping,
-        test_channels_last, test_gradients_in_float64_are_clipped, test_half_precision_overflow_is_skipped,
-        test_half_precision_overflow_stops_a_job_that_is_to_stop,
-        test_tensors_that_horovod_cannot_take_go_through_host_memory,
-    )  # fmt: skip
+    call_each(*all_of(__name__), test_each_adapter.test_gradients_in_float64_are_clipped, adapter=Adapter("Horovod"))

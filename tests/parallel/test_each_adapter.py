@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from dgc_horovod.testing.torch import session
 from dgc_horovod.torch.ddp import Compression
 from tests.helpers.adapters import on_adapters
 from tests.helpers.errors import error_of
+from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import fingerprint
+from tests.helpers.regression import SharedGradients, distance, fingerprint, sgd, smooth_model, step, weights
+from tests.helpers.run import everything
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 FEW = Compression.dgc(0.02, min_numel=64)
@@ -115,12 +119,12 @@ def test_a_function_around_a_method_of_the_class_stays(adapter, name):
     calls, own = [], torch.optim.SGD.step
 
     @functools.wraps(own)
-    def step(*args: Any, **named: Any) -> Any:
+    def stepped(*args: Any, **named: Any) -> Any:
         calls.append(1)
         return own(*args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.SGD, "step", step)
+        patch.setattr(torch.optim.SGD, "step", stepped)
         for compression, wanted in ((None, 4), (CHOICES[name], 8)):
             model, optimizer = adapter.made(compression)
             adapter.train(model, optimizer, 4)
@@ -137,15 +141,15 @@ def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(adapter, li
     """
     model, optimizer = adapter.made(Compression.dgc(0.05, min_numel=64))
     first = next(model.parameters())
-    for step, (x, y) in enumerate(adapter.batches(12)):
+    for number, (x, y) in enumerate(adapter.batches(12)):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         if adapter.name == "Horovod":
             optimizer.synchronize()
-        if adapter.rank == 0 and step % 4 > 1:
+        if adapter.rank == 0 and number % 4 > 1:
             clip_grad_norm_(first, 1e6)
         for most in (C, 1e6) if limit == C else (1e6,):  # what is clipped is logged after that
-            left_out = step == 4 if adapter.name == "DDP" else step % 4 == 2
+            left_out = number == 4 if adapter.name == "DDP" else number % 4 == 2
             if adapter.rank == 0 or limit == C or not left_out:
                 norm = float(clip_grad_norm_(model.parameters(), most))
         with optimizer.skip_synchronize() if adapter.name == "Horovod" else contextlib.nullcontext():
@@ -155,3 +159,139 @@ def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(adapter, li
     if limit == C or adapter.name == "DDP":
         same_on_ranks(norm)
     same_on_ranks(fingerprint(model))
+
+
+@on_adapters("Horovod", "DDP")
+@pytest.mark.parametrize("clip_norm", [None, C])
+def test_a_script_that_clips_by_hand_is_told_how_to_clip(adapter, clip_norm):
+    """It multiplies every gradient there is, beside a layer that is frozen."""
+    unused = {"find_unused_parameters": True} if adapter.name == "DDP" else {}
+    model, optimizer = adapter.made(Compression.dgc(0.05, clip_norm=clip_norm), **unused)
+    next(model.parameters()).requires_grad_(False)
+    with messages() as texts:
+        for x, y in adapter.batches(3):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if adapter.name == "Horovod":
+                optimizer.synchronize()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+            for grad in grads:
+                grad.data.mul_(min(1.0, 0.1 / norm))
+            with optimizer.skip_synchronize() if adapter.name == "Horovod" else contextlib.nullcontext():
+                optimizer.step()
+    told = [text for text in texts if "clip" in text]
+    assert len(told) == (adapter.rank == 0)
+    for text in told:
+        assert "pass clip_norm=c" in text
+        assert adapter.name == "DDP" or "changed p.grad between synchronize() and step()" in text
+    same_on_ranks(fingerprint(model))
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper whose ``step`` is that of the optimizer inside, and which has other methods (Lookahead)."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.inside = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.inside.param_groups
+
+    def sync_lookahead(self) -> None:
+        """Another method."""
+
+    def step(self, closure: Any = None) -> None:
+        """As that of the optimizer inside."""
+        self.inside.step()
+
+
+@on_adapters("Horovod", "DDP")
+def test_a_wrapper_whose_step_is_that_of_the_one_inside(adapter):
+    ends = []
+    for compression in (None, Compression.auto(), everything()):
+        model, optimizer = adapter.made(compression, lambda model: Around(model.parameters(), lr=0.05, momentum=0.9))
+        adapter.train(model, optimizer, 4)
+        ends.append(weights(model))
+    optimizer.flush()
+    assert max(distance(ends[0], end) for end in ends[1:]) < 1e-5
+    same_on_ranks(fingerprint(model))
+    if adapter.name == "Horovod":
+        error = error_of(optimizer.inside.step)
+        assert "its inner optimizer .inside (SGD) was stepped outside of Around.step()" in error
+
+
+@on_adapters("Horovod", "DDP")
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_in_words(adapter, way):
+    optimizer = adapter.made(FEW)[1]
+    error = error_of(lambda: way(optimizer))
+    assert error.startswith("UnsupportedUse: ") and "cannot be copied or pickled" in error and "state_dict()" in error
+
+
+@on_adapters("Horovod", "DDP", "without DDP")
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [({"dense_values": "fp32"}, 1e-6), ({"dense_values": "8bit"}, 2e-2), ({"bucket_bytes": 8192}, 1e-6)],
+)
+@pytest.mark.usefixtures("workers")
+def test_gradients_that_share_memory_get_an_update_each(adapter, fields, most):
+    """As where they are averaged by hand; a parameter has no elements."""
+    ends = []
+    for by_hand in (True, False):
+        model = used = SharedGradients()
+        if by_hand:
+            optimizer = sgd(model)
+        else:
+            unused = {"find_unused_parameters": True} if adapter.name == "DDP" else {}
+            used, optimizer = adapter.made(everything(**{"min_numel": 1024, **fields}), inner=model, **unused)
+        generator = torch.Generator().manual_seed(adapter.rank)
+        for _ in range(5):
+            optimizer.zero_grad()
+            used(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
+            if adapter.name != "DDP":
+                assert model.a.grad.data_ptr() == model.b.grad.data_ptr(), "not shared any more; find another case"
+            for p in model.parameters() if by_hand else ():
+                mean = adapter.mean(p.grad.numpy()) if p.grad is not None else torch.zeros_like(p).numpy()
+                p.grad = torch.from_numpy(mean)
+            optimizer.step()
+        ends.append(weights(model))
+    assert distance(*ends) < most
+    same_on_ranks(fingerprint(model))
+
+
+@on_adapters("Horovod", "DDP", "without DDP")
+def test_a_model_in_bf16(adapter):
+    """Gradients are accumulated in fp32, p.grad comes back in its own dtype; replicas are the same, and learn."""
+    views = {"gradient_as_bucket_view": True} if adapter.name == "DDP" else {}
+    model, optimizer = adapter.made(Compression.dgc(0.1), inner=smooth_model().bfloat16(), **views)
+    losses = [step(model, optimizer, x.bfloat16(), y.bfloat16()) for x, y in adapter.batches(30)]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    arrays = session(optimizer).exchange.state_arrays()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
+    assert {str(a.dtype) for d in arrays.values() for a in d.values()} == {"float32"}
+    same_on_ranks(fingerprint(model.float()))
+
+
+@on_adapters("Horovod", "DDP", "without DDP")
+@pytest.mark.parametrize("how", ["norm", "largest", "elements", "clip_norm", "auto"])
+def test_gradients_in_float64_are_clipped(adapter, how):
+    """torch has no norm of them in fp32, so the next step failed: a model in any dtype trains as that in fp32."""
+    ends, dtypes = [], [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+    given = {"clip_norm": 0.5} if how in ("clip_norm", "auto") else {}
+    compression = Compression.auto(**given) if how == "auto" else Compression.dgc(0.1, min_numel=64, **given)
+    if how == "auto":  # for which there is nothing to compare with without DDP
+        dtypes = dtypes[: 0 if adapter.name == "without DDP" else 2]
+    for dtype in dtypes:
+        model, optimizer = adapter.made(compression, inner=smooth_model().to(dtype))
+        for x, y in adapter.batches(4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x.to(dtype)).double(), y.double()).backward()
+            optimizer.synchronize()
+            if how in ("norm", "largest"):
+                clip_grad_norm_(model.parameters(), 0.2, 2.0 if how == "norm" else torch.inf)
+            elif how == "elements":
+                nn.utils.clip_grad_value_(model.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        ends.append(weights(model).double())
+        assert distance(ends[0], ends[-1]) < (0.2 if "16" in str(dtype) else 1e-3), dtype
+        same_on_ranks(float(ends[-1].sum()))

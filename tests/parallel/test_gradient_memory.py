@@ -12,10 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch import Compression
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import SharedGradients
-from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, weights
+from tests.helpers.training import batches, fingerprint, made
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 
@@ -24,8 +23,8 @@ pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 def test_updates_are_put_together_in_the_gradients_memory(dtype):
     """Where they do not fit, beside it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    inner = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
+    model, optimizer = made(Compression.dgc(0.05), inner=inner)
     model(torch.randn(4, 32, dtype=dtype)).pow(2).sum().backward()
     places = [p.grad.data_ptr() for p in model.parameters()]
     optimizer.step()
@@ -36,8 +35,7 @@ def test_updates_are_put_together_in_the_gradients_memory(dtype):
 
 def _trained(before_step: Callable[[Any], None] = lambda p: None, sparse: bool = False) -> str:
     """Fingerprint after five steps, before which something was done to each parameter, or each that is compressed."""
-    model = smooth_model()
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.05))
+    model, optimizer = made(Compression.dgc(0.05))
     for x, y in batches(5, hvd.rank()):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -51,33 +49,16 @@ def _replaced(p: Any) -> None:
     p.grad = p.grad.clone()
 
 
-def test_gradients_that_a_script_replaced_still_get_the_update():
-    found = _trained(_replaced)
+def _by_other_memory(p: Any) -> None:
+    p.grad.data = p.grad.data.clamp(-1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("replace", [_replaced, _by_other_memory])
+def test_gradients_that_a_script_replaced_still_get_the_update(replace):
+    """What stands there during the exchange counts for nothing."""
+    found = _trained(replace)
     assert found == _trained()
     same_on_ranks(found)
-
-
-@pytest.mark.parametrize(
-    ("fields", "most"),
-    [({"dense_values": "fp32"}, 1e-6), ({"dense_values": "8bit"}, 2e-2), ({"bucket_bytes": 8192}, 1e-6)],
-)
-def test_gradients_that_share_memory_get_an_update_each(fields, most):
-    """As with stock Horovod; a parameter has no elements."""
-    ends = []
-    for ours in (False, True):
-        model = SharedGradients()
-        compression = Compression.dgc(1.0, factor_masking=False, **{**UNROUNDED, **fields})
-        wrap, more = (DistributedOptimizer, (compression,)) if ours else (hvd.DistributedOptimizer, ())
-        optimizer = wrap(momentum_sgd(model), model.named_parameters(), *more)
-        generator = torch.Generator().manual_seed(hvd.rank())
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.randn(8, 32, generator=generator)).pow(2).mean().backward()
-            assert model.a.grad.data_ptr() == model.b.grad.data_ptr(), "not shared any more; find another case"
-            optimizer.step()
-        ends.append(weights(model))
-    assert distance(*ends) < most
-    same_on_ranks(fingerprint(model))
 
 
 def _in_place(p: Any) -> None:

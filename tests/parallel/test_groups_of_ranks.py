@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.metrics_file import check_metrics_file
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.timeline import operations
 from tests.helpers.training import UNROUNDED, distance, fingerprint, momentum_sgd, smooth_model, train, weights
 
 pytestmark = pytest.mark.parallel
@@ -106,13 +106,9 @@ def _train_with_a_marker() -> None:
 
 def _negotiations(timeline: Path) -> dict[str, list[int]]:
     """When each operation was begun, by the last part of its name."""
-    text = timeline.read_text().rstrip().rstrip(",")
-    events = json.loads(text if text.endswith("]") else text + "]")
-    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
     started: dict[str, list[int]] = {}
-    for event in events:
-        if event.get("ph") == "B" and str(event.get("name", "")).startswith("NEGOTIATE_"):
-            started.setdefault(names[event["pid"]].removesuffix(".packets").rsplit(".", 1)[-1], []).append(event["ts"])
+    for name, asked, _ in operations(timeline):
+        started.setdefault(name.removesuffix(".packets").rsplit(".", 1)[-1], []).append(asked)
     return started
 
 

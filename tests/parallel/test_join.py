@@ -11,24 +11,20 @@ import horovod.torch as hvd
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch import Compression
 from tests.helpers.bound_before import join as bound_before
 from tests.helpers.errors import error_of
-from tests.helpers.interrupted import made
-from tests.helpers.local_training import H, adamw, wrapped
+from tests.helpers.local_training import H, adamw
 from tests.helpers.local_training import made as made_local
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.training import UNROUNDED, batches, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.regression import UNROUNDED, batches, distance, fingerprint, nesterov, smooth_model, step, weights
+from tests.helpers.run import EVERYTHING
+from tests.helpers.training import first_loss, made, momentum_sgd, train
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(3, late=True)]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -45,21 +41,15 @@ def _own_steps() -> int:
     return {hvd.size() - 2: 9, hvd.size() - 1: 7}.get(hvd.rank(), 4)
 
 
-def _loss(model: Any) -> torch.Tensor:
-    x, y = next(iter(batches(1, hvd.rank())))
-    return F.mse_loss(model(x), y)
-
-
-@pytest.mark.parametrize("make", [momentum_sgd, _nesterov])
+@pytest.mark.parametrize("make", [momentum_sgd, nesterov])
 def test_uneven_data_give_what_stock_horovod_gives(make):
     """At density 1 it is stock's join, followed by the broadcasts that stock leaves to the script."""
-    stock = smooth_model()
-    reference = hvd.DistributedOptimizer(make(stock), stock.named_parameters())
+    stock, reference = made(None, make)
     train(stock, reference, _own_steps())
     last = hvd.join()
     hvd.broadcast_parameters(stock.state_dict(), last)
     hvd.broadcast_optimizer_state(reference, last)
-    ours, optimizer = _dgc(make, 1.0, factor_masking=False, **{**UNROUNDED, "min_numel": 1})
+    ours, optimizer = _dgc(make, 1.0, **EVERYTHING)
     train(ours, optimizer, _own_steps())
     assert hvd.join() == last == 1
     assert distance(weights(stock), weights(ours)) < 1e-6
@@ -69,7 +59,7 @@ def test_uneven_data_give_what_stock_horovod_gives(make):
     same_on_ranks(fingerprint(ours))
 
 
-@pytest.mark.parametrize("make", [_nesterov, _adam])
+@pytest.mark.parametrize("make", [nesterov, _adam])
 def test_a_join_of_all_at_once_changes_nothing(make):
     """All join after the same step: training goes on as if nobody had, to the last bit."""
     ends = []
@@ -88,7 +78,7 @@ def test_a_join_of_all_at_once_changes_nothing(make):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("make", [_nesterov, _adam])
+@pytest.mark.parametrize("make", [nesterov, _adam])
 def test_those_who_came_early_become_as_the_last_one(make):
     """A scheduler counts batches, so those who join early have another rate; their weights become the last one's."""
     model, optimizer = _dgc(make, on_mismatch="stop")
@@ -104,9 +94,9 @@ def test_those_who_came_early_become_as_the_last_one(make):
 def test_two_optimizers_in_any_order():
     """One is stepped twice as often as the other: nobody tells those in join which one comes next."""
     (first, often), (second, seldom) = _dgc(), _dgc(_adam)
-    for step in range(_own_steps()):
+    for number in range(_own_steps()):
         train(first, often, 1)
-        if step % 2:
+        if number % 2:
             train(second, seldom, 1)
     assert hvd.join() == 1
     assert [optimizer.compression_stats()["steps"] for optimizer in (often, seldom)] == [9, 4]
@@ -116,10 +106,8 @@ def test_two_optimizers_in_any_order():
 def test_a_step_that_is_not_finite_is_skipped_in_join_as_well():
     """A step of those who still have data."""
     model, optimizer = _dgc()
-    for step, (x, y) in enumerate(batches(_own_steps(), hvd.rank())):
-        optimizer.zero_grad()
-        F.mse_loss(model(x * float("nan") if step == 6 else x), y).backward()
-        optimizer.step()
+    for number, (x, y) in enumerate(batches(_own_steps(), hvd.rank())):
+        step(model, optimizer, x * float("nan") if number == 6 else x, y)
     assert hvd.join() == 1
     train(model, optimizer, 2)
     assert weights(model).isfinite().all()
@@ -130,11 +118,11 @@ def test_a_backward_pass_that_makes_no_whole_step_stays_for_the_next_one():
     model, optimizer = _dgc(wrap={"backward_passes_per_step": 2})
     train(model, optimizer, _own_steps(), passes=2)
     optimizer.zero_grad()
-    _loss(model).backward()
+    first_loss(model).backward()
     before = [p.grad.clone() for p in model.parameters()]
     hvd.join()
     assert all(torch.equal(p.grad, was) for p, was in zip(model.parameters(), before, strict=True))
-    _loss(model).backward()
+    first_loss(model).backward()
     optimizer.step()
     same_on_ranks(fingerprint(model))
 
@@ -145,21 +133,14 @@ def test_loss_scales_are_shared():
     model, optimizer = _dgc(wrap={"grad_scaler": scaler})
     for _ in range(2):
         for x, y in batches(_own_steps(), hvd.rank()):
-            optimizer.zero_grad()
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
+            step(model, optimizer, x, y, scaler, between=lambda: None)
         hvd.join()
     assert scaler.get_scale() > 8
     same_on_ranks(fingerprint(model), scaler.get_scale())
 
 
 def _nothing_compressed() -> None:
-    small = nn.Linear(2, 2)
-    compression = Compression.dgc(0.1, dense_values="fp32")
-    _optimizer = DistributedOptimizer(momentum_sgd(small), small.named_parameters(), compression)
+    _pair = made(Compression.dgc(0.1, dense_values="fp32"), inner=nn.Linear(2, 2))
     hvd.join()
 
 
@@ -170,7 +151,7 @@ def _bound_before() -> None:
 
 def _between() -> None:
     model, optimizer = _dgc()
-    _loss(model).backward()
+    first_loss(model).backward()
     try:
         hvd.join()
     finally:
@@ -242,9 +223,7 @@ def _means_of_all() -> torch.Tensor:
         for model, optimizer, own, mine in zip(models, inner, LOCAL_STEPS, data, strict=True):
             for _ in range(min(H, max(0, own - begun))):
                 x, y = next(mine)
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
+                step(model, optimizer, x, y)
         mean = torch.stack([weights(model) for model in models]).mean(0)
         for model in models:
             nn.utils.vector_to_parameters(mean.clone(), model.parameters())
@@ -264,7 +243,7 @@ def test_epochs_schedules_and_an_exchange_of_local_steps_that_is_not_finite():
         own = LOCAL_STEPS[hvd.rank()]
         train(model, optimizer, own, after_step=lambda _: scheduler.step(), before_backward=spoil)
         optimizer.zero_grad()
-        _loss(model).backward()
+        first_loss(model).backward()
         before = [p.grad for p in model.parameters()]
         last = hvd.join()
         assert last == 1 and all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
@@ -286,8 +265,7 @@ def test_beside_an_optimizer_that_exchanges_at_each_step():
 def test_a_join_of_all_at_once_is_an_exchange_of_local_steps():
     ends = []
     for joins in (False, True):
-        model = smooth_model()
-        optimizer = wrapped(model)
+        model, optimizer = made_local()
         train(model, optimizer, H + 2)
         if joins:
             hvd.join()

@@ -24,19 +24,10 @@ from dgc_horovod.tensorflow.keras import (
 )
 from dgc_horovod.tensorflow.variables import own_variables
 from tests.helpers.errors import error_of
-from tests.helpers.keras_training import (
-    everything,
-    fingerprint,
-    fit,
-    fitted,
-    keras,
-    momentum_sgd,
-    shard,
-    smooth_model,
-    weights,
-)
+from tests.helpers.keras_training import fingerprint, fit, fitted, keras, momentum_sgd, shard, smooth_model, weights
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import everything
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(2)]
 FEW = Compression.dgc(0.05)

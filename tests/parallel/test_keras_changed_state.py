@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,17 +83,6 @@ def test_what_is_refused_changes_nothing_and_is_loaded_behind_a_flush(case, tmp_
     same_on_ranks(error)
 
 
-@pytest.mark.parametrize(
-    ("compression", "steps"),
-    [(DGC, 0), (DGC, 2), (Compression.local(steps=2), 0)],
-    ids=["dgc", "dgc, trained", "local"],
-)
-def test_residuals_of_another_method_are_refused(compression, steps):
-    kept = _train(_made(TOPK), 0, 3).optimizer.residual_state_dict()
-    error = error_of(lambda: _train(_made(compression), 0, steps).optimizer.load_residual_state_dict(kept))
-    assert error.startswith("CheckpointError: the residuals hold gradients"), error
-
-
 def test_a_load_within_an_accumulation_begins_it_anew(tmp_path):
     """What was accumulated is of other weights."""
     whole = _train(_made(DGC, passes=2), 0, 8)
@@ -122,38 +109,3 @@ def test_outer_momentum_may_come_and_go(one, other, tmp_path):
     assert fingerprint(loaded) == fingerprint(model)
     assert bool(outer) == (other == "local") and not any(np.any(each.numpy()) for each in outer)
     _train(loaded, 4, 6)
-
-
-ERRORS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {  # words; what is done with a checkpoint and its model
-    "other model": ("CheckpointError: .*another model", lambda folder, model: load_checkpoint(
-        folder, keras.Sequential([keras.layers.Input((10,)), keras.layers.Dense(3)]), _made(DGC).optimizer)),
-    "other method": ("CheckpointError: .*momentum_correction", lambda folder, model: load_checkpoint(
-        folder, _made(TOPK))),
-    "extra": ("must be numbers, texts", lambda folder, model: save_checkpoint(folder, model, what=hvd)),
-    "no name": ("CheckpointError: .*rank 1: the directory must be a path, got ''", lambda folder, model:
-        save_checkpoint("" if hvd.rank() else folder, model)),
-    "no dict": ("CheckpointError: .*this is no dict of residual_state_dict\\(\\)", lambda folder, model:
-        model.optimizer.load_residual_state_dict(None)),
-    "not distributed": ("^UnsupportedUse: ", lambda folder, model: save_checkpoint(
-        folder, model, keras.optimizers.SGD())),
-    "missing": ("CheckpointError: .*rank 1: ", lambda folder, model: _load_without_a_file(folder)),
-}  # fmt: skip
-
-
-def _load_without_a_file(folder: Any) -> None:
-    hvd.allgather_object(0)
-    if hvd.rank() == 0:
-        next(folder.glob("*-rank1.npz")).unlink()
-    hvd.allgather_object(0)
-    load_checkpoint(folder, _made(DGC), residuals="if sound")
-    load_checkpoint(folder, _made(DGC))
-
-
-@pytest.mark.parametrize("what", ERRORS)
-def test_errors_are_the_same_on_every_rank(what, tmp_path):
-    words, attempt = ERRORS[what]
-    model = _train(_made(DGC), 0, 4)
-    save_checkpoint(tmp_path, model)
-    error = error_of(lambda: attempt(tmp_path, model))
-    assert re.search(words, error, re.DOTALL), error
-    same_on_ranks(error)

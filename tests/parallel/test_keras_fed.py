@@ -17,8 +17,9 @@ import tensorflow as tf
 from dgc_horovod.tensorflow import Compression, DistributedOptimizer
 from dgc_horovod.testing.tensorflow import session
 from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, STEPS, gradients, looked_at
-from tests.helpers.keras_training import everything, keras, momentum_sgd, weights
+from tests.helpers.keras_training import keras, momentum_sgd, weights
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.run import everything
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 in_both_modes = pytest.mark.parametrize("mode", ["graph", "eager"])

@@ -19,7 +19,6 @@ from tests.helpers.keras_training import (
     BATCH,
     alone,
     distance,
-    everything,
     fingerprint,
     fit,
     fitted,
@@ -30,6 +29,7 @@ from tests.helpers.keras_training import (
     smooth_model,
 )
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import everything
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 on_more_ranks = pytest.mark.parametrize(

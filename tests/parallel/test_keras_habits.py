@@ -24,20 +24,10 @@ from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule, callbacks, load_model
 from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
-from tests.helpers.keras_training import (
-    BATCH,
-    EVERYTHING,
-    everything,
-    fingerprint,
-    fit,
-    fitted,
-    keras,
-    momentum_sgd,
-    shard,
-    smooth_model,
-)
+from tests.helpers.keras_training import BATCH, fingerprint, fit, fitted, keras, momentum_sgd, shard, smooth_model
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import EVERYTHING, everything
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 

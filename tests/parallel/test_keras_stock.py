@@ -10,10 +10,9 @@ import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as stock
 import tensorflow as tf
 
-from dgc_horovod.tensorflow import DistributedGradientTape
+from dgc_horovod.tensorflow import Compression, DistributedGradientTape
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
-    Compression,
     distance,
     fingerprint,
     fit,

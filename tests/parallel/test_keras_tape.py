@@ -18,18 +18,10 @@ import tensorflow as tf
 from dgc_horovod.tensorflow import Compression, DistributedGradientTape, broadcast_variables
 from dgc_horovod.tensorflow.keras import DistributedOptimizer
 from tests.helpers.errors import error_of
-from tests.helpers.keras_training import (
-    EVERYTHING,
-    fingerprint,
-    gradients_of,
-    keras,
-    loss_of,
-    momentum_sgd,
-    shard,
-    smooth_model,
-)
+from tests.helpers.keras_training import fingerprint, gradients_of, keras, loss_of, momentum_sgd, shard, smooth_model
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.run import EVERYTHING
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 from dgc_horovod.testing.torch import session
 from tests.helpers.adapters import Adapter, Compression, on_adapters
-from tests.helpers.ddp_training import sgd
-from tests.helpers.late import SPEEDS, adamw, ready
+from tests.helpers.late import SPEEDS, ready
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import fingerprint
+from tests.helpers.regression import adamw, fingerprint, sgd
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 FIELDS: dict[str, Any] = {"density": 0.05, "min_numel": 16, "bucket_bytes": 1024}

@@ -95,6 +95,41 @@ def test_weights_that_are_not_finite_move_nobody(adapter):
     same_on_ranks(run.print)
 
 
+@on_adapters("Horovod", slow=("Keras",))
+def test_an_overflow_on_one_rank_is_over_with_the_round(adapter):
+    """Adam's first moment had stayed where the second was emptied: steps of 1e24.
+
+    One rank's gradient is beyond float32 when Adam squares it, and another weight not finite.
+    """
+    run = _started(adapter, optimizer={"name": "Adam", "lr": 1e-2})
+    for step in range(3 * H):
+        gradients = [np.ones_like(array) for array in run.arrays]
+        if adapter.rank == 1 and step // H == 1:
+            gradients[0].flat[1] = 1e25
+        run.apply(gradients)
+        if adapter.rank == 1 and step == H + 1:
+            run.spoil()
+    assert run.apart == 0 and np.abs(run.weights).max() < 1
+
+
+@on_adapters("Horovod", slow=("Keras",))
+@pytest.mark.parametrize("action", ["stop", "broadcast"])
+def test_weights_that_differ_are_found_by_name_and_repaired(adapter, action):
+    """At the next exchange, with the outer momentum and, in Keras, the inner state."""
+    run = _started(adapter, on_mismatch=action, check_every=1, outer_momentum=0.5)
+    run.train(H)
+    run.spoil(0.5 + 0.01 * adapter.rank)
+    if action == "stop":
+        error = error_of(lambda: run.train(H))
+        assert ("different weights" if adapter.name == "Keras" else "'0.weight'") in error
+        assert "more" not in error.split("differ")[0], error
+        return
+    run.push_outer(0.01 * adapter.rank)
+    run.train(H)
+    moments = run.optimizer._momentums if adapter.name == "Keras" else []
+    assert run.apart == 0 and all(adapter.apart(x) == 0 for x in (*run.outer, *moments))
+
+
 @each_adapter
 @pytest.mark.parametrize("optimizer", [ADAMW, {"name": "SGD", "lr": 0.02, "momentum": 0.9}], ids=["AdamW", "SGD"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(adapter, optimizer, tmp_path):

@@ -60,7 +60,7 @@ def check_density_1(adapter: Any, exchange: str) -> None:
 def check_kept(adapter: Any, exchange: str, folder: Path) -> None:
     """What is kept is saved, loaded and flushed, bit by bit: by a checkpoint, and by a rank's own record."""
     for name, optimizer in (("AdamW", {"name": "AdamW"}), ("SGD", SGD)):
-        fields = {**FEW, "exchange": exchange, "clip_norm": 0.5, "scope": "tensor"}
+        fields = {**FEW, "exchange": exchange, "clip_norm": 0.5}
         whole, resumed, by_record = (_started(adapter, fields, seed, **optimizer) for seed in (0, 5, 5))
         whole.train(6)
         whole.save(folder / name)

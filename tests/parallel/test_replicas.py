@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.together import call_each
+from tests.helpers.together import all_of, call_each
 from tests.helpers.training import INPUTS, batches, fingerprint, smooth_model, train
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
@@ -27,11 +27,6 @@ COMPRESSIONS = {
     "gaussian": Compression.gaussian(0.01),
     "gaussian dgc": Compression.dgc(0.01, rule="gaussian"),
 }
-
-
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def workers(request):
-    return request.param
 
 
 def _wrapped(model: nn.Module, compression: Any, nesterov: bool = False) -> Any:
@@ -139,10 +134,4 @@ def test_a_second_optimizer():
 @pytest.mark.mpi
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_all_over_mpi():
-    call_each(
-        test_replicas_identical_after_50_steps_of_every_rule,
-        test_a_large_bucket,
-        test_arrival_order,
-        test_unused_parameters,
-        test_a_second_optimizer,
-    )
+    call_each(*all_of(__name__))

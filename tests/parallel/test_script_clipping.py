@@ -10,15 +10,15 @@ import horovod.torch as hvd
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything of ours is loaded
 
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer
-from tests.helpers.interrupted import handed_over, made
+from dgc_horovod.torch import Compression
+from tests.helpers.interrupted import handed_over
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.training import batches, distance, fingerprint, smooth_model, weights
+from tests.helpers.regression import adamw, sgd, step
+from tests.helpers.training import batches, distance, fingerprint, first_loss, made, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 C, STEPS = 0.3, 12
@@ -39,81 +39,71 @@ def _nothing(model: Any) -> None:
     return None
 
 
-def _by_hand(model: Any) -> None:
-    grads = [p.grad for p in model.parameters()]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
-    for grad in grads:
-        grad.data.mul_(min(1.0, C / (float(norm) + 1e-6)))
+each_kind = pytest.mark.parametrize("make", [sgd, adamw])
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.05, 0.9)
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), 0.003)
-
-
-each_kind = pytest.mark.parametrize("make", [_sgd, _adamw])
+def _step(optimizer: Any, loss: torch.Tensor, clip: Callable[[], Any], way: str = "after", scaler: Any = None) -> None:
+    """One step, in which the script clips before synchronize(), or after."""
+    optimizer.zero_grad()
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss).backward()
+    if way == "before":
+        clip()
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    if way == "after":
+        clip()
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    scaler.update()
 
 
 def _train(
     clip: Clips,
-    after: bool = True,
+    way: str = "after",
     hook: Callable[[torch.Tensor], torch.Tensor] | None = None,
     scaled: bool = False,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = _sgd,
-    looks: Callable[[Any, Any], None] = lambda model, returned: None,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    looks: Callable[[Any], None] = lambda returned: None,
     **fields: Any,
 ) -> nn.Module:
     """Train; the first gradient is zero, since a script's clipping counts from the second step on.
 
     Args:
         clip: what the script does to gradients.
-        after: whether it does so after synchronize(), or before.
+        way: whether it does so "after" synchronize(), or "before".
         hook: what autograd does to each gradient before anybody sees it.
         scaled: whether by a GradScaler.
         make: the optimizer.
-        looks: called with the model and what `clip` returned.
+        looks: called with what `clip` returned.
         fields: of the compression.
     """
-    model = smooth_model()
-    for p in model.parameters():
-        if hook is not None:
-            p.register_hook(hook)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-    optimizer = DistributedOptimizer(
-        make(model), model.named_parameters(), Compression.dgc(0.05, **fields), grad_scaler=scaler
-    )
-    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
-        optimizer.zero_grad()
-        scaler.scale(F.mse_loss(model(x), y) * (step > 0) * 3).backward()
-        if not after:
-            looks(model, clip(model))
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        if after:
-            looks(model, clip(model))
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
+    model, optimizer = made(Compression.dgc(0.05, **fields), make, grad_scaler=scaler)
+    for p in model.parameters() if hook is not None else ():
+        p.register_hook(hook)
+    for number, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+        loss = nn.functional.mse_loss(model(x), y) * (number > 0) * 3
+        _step(optimizer, loss, lambda: looks(clip(model)), way, scaler)
     return model
 
 
 @each_kind
 def test_both_idioms_give_the_bits_of_clip_norm(make):
-    """Loss scaling too; and those bits are not those without."""
+    """Loss scaling too; and those bits are not those without, which are those of a limit that nothing reaches."""
     given = fingerprint(_train(_nothing, make=make, clip_norm=C))
     for name, model in {
         "after": _train(_norm, make=make),
-        "before": _train(_norm, after=False, make=make),
+        "before": _train(_norm, "before", make=make),
         "measured again": _train(_logs_too, make=make),
-        "measured again, before": _train(_logs_too, after=False, make=make),
+        "measured again, before": _train(_logs_too, "before", make=make),
         "scaled": _train(_norm, make=make, scaled=True),
         "another c is left out": _train(_norm, make=make, clip_norm=C),
     }.items():
         assert fingerprint(model) == given, name
-    assert fingerprint(_train(_nothing, make=make)) != given
+    without, beyond = _train(_nothing, make=make), _train(_nothing, make=make, clip_norm=1e6)
+    assert fingerprint(without) == fingerprint(beyond)
+    assert distance(weights(without), weights(model)) > 1e-3
     same_on_ranks(given)
 
 
@@ -127,30 +117,16 @@ def test_the_first_step_leaves_no_more_than_it_should(make):
     for way in ("given", "after", "before", "none"):
         compression = Compression.dgc(0.05, clip_norm=C if way == "given" else None, factor_masking=False)
         model, optimizer = made(compression, make)
-        x, y = next(iter(batches(1, hvd.rank())))
-        _step(optimizer, 30 * F.mse_loss(model(x), y), model, way)
+        _step(optimizer, 30 * first_loss(model), lambda: _norm(model), way)  # noqa: B023
         tensors = optimizer.residual_state_dict()["tensors"].values()
         parts = [array for arrays in tensors for part, array in sorted(arrays.items()) if part != "v"]
         second, names = session(optimizer).exchange.second, session(optimizer).exchange.compressed
         kept[way] = torch.cat(parts or [torch.from_numpy(second[name].square()).sqrt() for name in names])
     after, before, none = (distance(kept["given"], kept[way]) for way in ("after", "before", "none"))
-    if make is _sgd:
+    if make is sgd:
         assert none > 1 and max(after, before) < 1e-5
     else:  # of squares, the sum over ranks is known; each had clipped by a factor of its own
         assert max(after, before) < 0.1 * none
-
-
-def _step(optimizer: Any, loss: torch.Tensor, model: Any, way: str) -> None:
-    """One step, in which the script clips before synchronize(), or after."""
-    optimizer.zero_grad()
-    loss.backward()
-    if way == "before":
-        _norm(model)
-    optimizer.synchronize()
-    if way == "after":
-        _norm(model)
-    with optimizer.skip_synchronize():
-        optimizer.step()
 
 
 @pytest.mark.parametrize("way", ["after", "before"])
@@ -158,24 +134,22 @@ def test_what_a_script_clips_is_part_of_the_state(way):
     """The first gradient after a resume had entered u and v unclipped."""
     ends, compression = [], Compression.dgc(0.05)
     for stops in (False, True):
-        model, optimizer = made(compression, _sgd)
-        for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
-            if stops and step == STEPS // 2:
-                model, optimizer = handed_over(
-                    model,
-                    optimizer,
-                    lambda model: DistributedOptimizer(_sgd(model), model.named_parameters(), compression),
-                )
-            _step(optimizer, 30 * F.mse_loss(model(x), y), model, way)
+        model, optimizer = made(compression, sgd)
+        for number, (x, y) in enumerate(batches(STEPS, hvd.rank())):
+            if stops and number == STEPS // 2:
+                model, optimizer = handed_over(model, optimizer, lambda model: made(compression, sgd, model)[1])
+            loss = 30 * nn.functional.mse_loss(model(x), y)
+            _step(optimizer, loss, lambda: _norm(model), way)  # noqa: B023
         ends.append(fingerprint(model))
     assert ends[0] == ends[1]
 
 
 def test_a_script_is_told_once():
-    """One that clips at every step, without and with a ``clip_norm`` of another size."""
+    """One that clips at every step, without and with a ``clip_norm`` of another size; not with the same."""
     with messages() as texts:
         _train(_norm)
         _train(_norm, clip_norm=10 * C)
+        _train(_norm, clip_norm=C)
         _train(_nothing)
     told = [text for text in texts if "clip" in text]
     if hvd.rank():
@@ -185,18 +159,18 @@ def test_a_script_is_told_once():
     assert "clips gradients to 0.3" in first and "clip_norm=c" in first and "but clip_norm=3 is set" in second
 
 
-@pytest.mark.parametrize("after", [True, False])
-def test_the_norm_returned_is_that_of_the_gradients(after):
+@pytest.mark.parametrize("way", ["after", "before"])
+def test_the_norm_returned_is_that_of_the_gradients(way):
     own, returned = [], []
 
     def see(grad: torch.Tensor) -> torch.Tensor:
         own.append(float(grad.norm()) ** 2)
         return grad
 
-    _train(_norm, after, see, looks=lambda model, norm: returned.append(float(norm)))
+    _train(_norm, way, see, looks=lambda norm: returned.append(float(norm)))
     tensors = len(own) // STEPS
     squares = torch.tensor([sum(own[i * tensors : (i + 1) * tensors]) for i in range(STEPS)])
-    if after:
+    if way == "after":
         squares = hvd.allreduce(squares, name="squares")
         same_on_ranks(returned[2:])  # every rank must decide alike
     assert returned[2:] == pytest.approx(squares.sqrt().tolist()[2:], rel=1e-5)
@@ -224,21 +198,9 @@ OTHERS: dict[str, tuple[Clips, Callable[[torch.Tensor], torch.Tensor]]] = {  # t
 def test_other_clippings(name):
     clip, hook = OTHERS[name]
     reference = weights(_train(_nothing, hook=hook))
-    for after in (True, False):
-        assert distance(reference, weights(_train(clip, after))) < 1e-5
+    for way in ("after", "before"):
+        assert distance(reference, weights(_train(clip, way))) < 1e-5
     assert distance(reference, weights(_train(_nothing))) > 1e-3
-
-
-@pytest.mark.parametrize("clip_norm", [None, C])
-def test_a_script_that_clips_by_hand_is_told_how_to_clip(clip_norm):
-    """It multiplies ``p.grad.data`` itself."""
-    with messages() as texts:
-        model = _train(_by_hand, clip_norm=clip_norm)
-    told = [text for text in texts if "clip" in text]
-    assert len(told) == (hvd.rank() == 0)
-    for text in told:
-        assert "changed p.grad between synchronize() and step()" in text and "pass clip_norm=c" in text
-    same_on_ranks(fingerprint(model))
 
 
 def test_gradients_of_others_are_clipped_as_ever():
@@ -251,9 +213,7 @@ def test_gradients_of_others_are_clipped_as_ever():
 
 def test_the_norm_of_a_step_that_is_not_finite_is_nan_on_every_rank():
     norms: list[float] = []
-    _train(
-        _norm, hook=lambda g: g * math.nan if hvd.rank() == 1 else g, looks=lambda _, norm: norms.append(float(norm))
-    )
+    _train(_norm, hook=lambda g: g * math.nan if hvd.rank() == 1 else g, looks=lambda norm: norms.append(float(norm)))
     assert all(map(math.isnan, norms))
 
 
@@ -269,15 +229,10 @@ def _trained(
         steps: number of batches of this rank.
         before: called with the number of a step and the optimizer before its backward pass.
     """
-    model, optimizer = made(Compression.dgc(0.05), _sgd)
-    for step, (x, y) in enumerate(batches(steps, hvd.rank())):
-        before(step, optimizer)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.synchronize()
-        clip(step, model)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+    model, optimizer = made(Compression.dgc(0.05), sgd)
+    for number, (x, y) in enumerate(batches(steps, hvd.rank())):
+        before(number, optimizer)
+        step(model, optimizer, x, y, between=lambda: clip(number, model))  # noqa: B023
     return model, optimizer
 
 

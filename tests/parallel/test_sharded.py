@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import time
@@ -18,6 +17,7 @@ from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.adapters import Adapter, on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.timeline import operations
 from tests.helpers.training import smooth_model, train
 from tests.parallel import test_nodes
 
@@ -36,23 +36,14 @@ def _check_run(steps: int, rounds: list[str], **fields: Any) -> None:
     assert abs(run.owed()[0]) > 1e-6
 
 
-@pytest.mark.slow  # of a flat exchange: test_stress.py
-@pytest.mark.on_ranks(4, timeout=500)
-def test_replicas_are_bit_identical_over_a_thousand_steps():
-    _check_run(1000, SHARDED)
-
-
-@pytest.mark.mpi
-@pytest.mark.slow  # its collectives over MPI: test_transports.py
-@pytest.mark.on_ranks(4, controller="mpi")
-def test_over_mpi():
-    _check_run(100, SHARDED)
-
-
-@pytest.mark.slow
-@pytest.mark.on_ranks(8, timeout=900)
-def test_replicas_of_eight_ranks():
-    _check_run(1000, SHARDED)
+@pytest.mark.slow  # of a flat exchange: test_stress.py; collectives over MPI: test_transports.py
+@pytest.mark.on_ranks(timeout=900)
+@pytest.mark.parametrize(
+    ("controller", "workers", "steps"),
+    [("gloo", 4, 1000), ("gloo", 8, 1000), pytest.param("mpi", 4, 100, marks=pytest.mark.mpi)],
+)
+def test_replicas_are_bit_identical_over_a_thousand_steps(controller, workers, steps):
+    _check_run(steps, SHARDED)
 
 
 @pytest.mark.slow
@@ -105,17 +96,7 @@ def several_buckets() -> None:
 
 def _collectives_of(file: Any) -> list[tuple[str, str, float, float]]:
     """(bucket, round, microsecond asked for, microsecond done) of the collectives of a timeline, in order."""
-    events = json.loads(file.read_text().rstrip().rstrip(",").removesuffix("]") + "]")
-    names, found, under_way, begun = {}, [], {}, {}
-    for event in events:
-        pid, phase = event["pid"], event["ph"]
-        if phase == "M" and "name" in event["args"]:
-            names[pid] = event["args"]["name"].split(".", 1)[-1].rsplit(".", 1)
-        elif phase == "B":
-            under_way.setdefault(pid, []).append(event["name"])
-            begun.setdefault(pid, event["ts"])
-        elif phase == "E" and not under_way[pid].pop().startswith("NEGOTIATE") and not under_way[pid]:
-            found.append((*names[pid], begun.pop(pid), event["ts"]))
+    found = [(*name.split(".", 1)[-1].rsplit(".", 1), asked, done) for name, asked, done in operations(file)]
     return sorted((each for each in found if each[1] in ("slots", "shards")), key=lambda each: each[2])
 
 
