@@ -32,10 +32,12 @@ def pytest_pyfunc_call(pyfuncitem):
 
 def _asked(item, marks):
     """Workers and kind of ranks of a test; 0 workers where it runs in this process."""
+    if not marks:
+        return 0, None
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    workers, kind = (*(marks[0].args if marks else (0,)), None, None)[:2]
+    workers, kind = (*marks[0].args, None, None)[:2]
     kind = parameters["adapter"].kind if "adapter" in parameters else kind
-    return parameters.get("workers", 2 if workers is None else workers) if marks else 0, kind
+    return parameters.get("workers", 2 if workers is None else workers), kind
 
 
 def _ranks_of(item):

@@ -29,16 +29,16 @@ from dgc_horovod.torch.session.strategies import Strategy
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
 
-@pytest.mark.parametrize("adapter", ["torch", "tensorflow"])
-def test_presets(adapter):
-    kind = pytest.importorskip(f"horovod.{adapter}.compression").Compressor
-    presets = importlib.import_module(f"dgc_horovod.{adapter}").Compression
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_presets(framework):
+    kind = pytest.importorskip(f"horovod.{framework}.compression").Compressor
+    presets = importlib.import_module(f"dgc_horovod.{framework}").Compression
     for name, fields in PRESETS.items():
         compression = getattr(presets, name)()
         assert isinstance(compression, kind)
         assert {field: getattr(compression.config, field) for field in fields} == fields
         for method, arguments in ((compression.compress, [None]), (compression.decompress, [None, None])):
-            with pytest.raises(UnsupportedUse, match=rf"from dgc_horovod\.{adapter} import Dist.*or launch.* dgcrun"):
+            with pytest.raises(UnsupportedUse, match=rf"from dgc_horovod\.{framework} import Dist.*or launch.* dgcrun"):
                 method(*arguments)
     assert Compression.topk().config == DGCConfig(momentum_correction=False, factor_masking=False)
     assert Compression.dgc().config == DGCConfig() and Compression.dgc().config.density == 0.001
