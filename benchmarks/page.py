@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import auto, collectives, internet, scripts
+from benchmarks import auto, collectives, internet, scaling, scripts
 from benchmarks.exchange import against, tables
 from benchmarks.exchange.tables import NAMES, TITLES, Row, milliseconds, ratio
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.planning import scaling
 from benchmarks.quality import health
 from benchmarks.quality import page as quality
 from benchmarks.report import IMAGES, RESULTS, ROOT, markdown, read_results, where, write_into_page

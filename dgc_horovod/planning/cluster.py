@@ -1,6 +1,6 @@
 """A cluster as a plan sees it: links, the workers that share them, the times of one worker, and of one collective.
 
-The seconds of a collective are in closed form; `benchmarks.planning.simulation` checks them by messages.
+The seconds of a collective are in closed form; `tests.helpers.simulated_links` checks them by messages.
 P participants, b bytes that each sends, w(x) seconds of x bytes on a link, s(x) seconds to add them, a hop::
 
     allgather, ring    (P-1) * (w(b) + hop)                  b from one neighbour to the other

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planning import simulation
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import card_bytes
@@ -33,6 +32,7 @@ from dgc_horovod.planning.cost_model import (
 )
 from dgc_horovod.tools.plan import measured, shapes_of, tensors
 from dgc_horovod.tools.plan_table import best, ranges, table
+from tests.helpers import simulated_links
 from tests.helpers.data import as_array
 from tests.helpers.engines import make_exchange
 
@@ -101,7 +101,7 @@ def test_the_simulation_agrees(workers, node_size):
         for density, method in itertools.product(DENSITIES, methods_of(cluster)):
             if method in EXCHANGES or density == DENSITIES[0]:
                 traffic = traffic_of(method, SPECS, DGCConfig(density=density), cluster)
-                simulated = simulation.seconds(traffic, cluster, MACHINE)
+                simulated = simulated_links.seconds(traffic, cluster, MACHINE)
                 assert abs(traffic.seconds(cluster, MACHINE) / simulated - 1) <= 0.05, (rate, latency, density, method)
 
 

@@ -1,1 +1,0 @@
-"""How far the planner is from what was measured, and from single messages; what it says of many hosts."""
