@@ -12,13 +12,21 @@ import tensorflow as tf
 from dgc_horovod.tensorflow.keras import DistributedOptimizer, elastic
 from dgc_horovod.testing import tensorflow as testing
 from tests.helpers.adapters import Adapter
-from tests.helpers.keras_training import Compression, keras, smooth_model
+from tests.helpers.keras_training import Compression, gradients_of, keras, loss_of, smooth_model
 from tests.helpers.run import ALONE, RATES, Run
 
 
 def named_as_in_keras(lr: float, betas: tuple[float, float] | None = None, **options: Any) -> dict[str, Any]:
     """Options of an optimizer that has torch's names for them."""
     return {"learning_rate": lr, **({"beta_1": betas[0], "beta_2": betas[1]} if betas else {}), **options}
+
+
+class Dividing(keras.optimizers.SGD):  # type: ignore[misc]
+    """SGD that divides a gradient by its own size."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One step of a variable."""
+        variable.assign_sub(learning_rate * gradient / tf.abs(gradient))
 
 
 class KerasRun(Run):
@@ -35,7 +43,8 @@ class KerasRun(Run):
     ) -> None:
         super().__init__(adapter)
         self.model = smooth_model(seed)
-        inner = getattr(keras.optimizers, name)(**named_as_in_keras(**{"lr": RATES[name], **options}))
+        kind = Dividing if name == "Dividing" else getattr(keras.optimizers, name)
+        inner = kind(**named_as_in_keras(**{"lr": RATES[name], **options}))
         compression = compression or Compression.none
         if compression == ALONE:
             self.optimizer = inner
@@ -48,6 +57,12 @@ class KerasRun(Run):
 
     def on(self, x: np.ndarray, y: np.ndarray) -> float:
         return float(self.model.train_on_batch(x, y))
+
+    def loss(self, x: np.ndarray, y: np.ndarray) -> float:
+        return float(loss_of(self.model, x, y))
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+        return [np.array(each) for each in gradients_of(self.model, x, y)]
 
     def apply(self, gradients: list[np.ndarray]) -> None:
         self.optimizer.apply([tf.constant(gradient) for gradient in gradients], self.model.trainable_variables)
@@ -63,6 +78,10 @@ class KerasRun(Run):
     @property
     def names(self) -> list[str]:
         return [str(i) for i in range(len(self.model.weights))]
+
+    @property
+    def told(self) -> list[str]:
+        return [weight.path for weight in self.model.weights]
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -98,13 +117,13 @@ class KerasRun(Run):
         return length - int(self.optimizer.iterations) % length
 
     @property
-    def residual(self) -> list[float]:
-        tensors = self.session.residuals().tensors
-        return [float(parts["v"].sum(dtype=np.float64)) for _, parts in sorted(tensors.items())]
+    def copied(self) -> dict[str, dict[str, np.ndarray]]:
+        state = self.session.residuals()
+        return {} if state is None else state.tensors
 
     @property
-    def exchanged(self) -> int:
-        return self.session.buckets.steps
+    def exchange(self) -> Any:
+        return self.session.buckets
 
     @property
     def counted(self) -> int:

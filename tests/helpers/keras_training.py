@@ -15,6 +15,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer  # noqa: E402
+from tests.helpers.run import target  # noqa: E402
 
 # Nothing is lost: density 1, no masking, fp32; what dense training is compared with.
 EVERYTHING = {"factor_masking": False, "min_numel": 1, "values": "fp32", "dense_values": "fp32"}
@@ -36,11 +37,6 @@ def smooth_model(seed: int = 0) -> Any:
 def momentum_sgd(**options: Any) -> Any:
     """SGD with momentum."""
     return keras.optimizers.SGD(**{"learning_rate": 0.05, "momentum": 0.9, **options})
-
-
-def target(x: np.ndarray) -> np.ndarray:
-    """What is to be learnt of `x`."""
-    return x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2
 
 
 def shard(rank: int) -> tuple[np.ndarray, np.ndarray]:

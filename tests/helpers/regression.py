@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
-from tests.helpers.run import UNROUNDED
+from tests.helpers.run import UNROUNDED, target
 
 __all__ = ["INPUTS", "UNROUNDED", "batches", "distance", "fingerprint", "smooth_model", "target", "weights"]
 INPUTS = 32
@@ -31,11 +31,6 @@ class Dividing(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(group["lr"] * p.grad / p.grad.abs())
-
-
-def target(x: torch.Tensor) -> torch.Tensor:
-    """What is to be learnt of `x`."""
-    return x[:, :4].sum(1, keepdim=True) + 0.5 * x[:, 4:5] ** 2
 
 
 def batches(steps: int, rank: int, size: int = 16, seed: int = 1) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from tests.helpers.adapters import Adapter, Compression
 # Compression fields with which nothing is rounded: what the framework's own exchange is compared with.
 UNROUNDED = {"values": "fp32", "dense_values": "fp32"}
 BATCH, INPUTS = 16, 32
-RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003}  # learning rates, where a test names none
+Array = TypeVar("Array")
+# Learning rates, where a test names none.
+RATES = {"SGD": 0.05, "AdamW": 0.003, "RMSprop": 0.001, "Adam": 0.003, "Adagrad": 0.01, "Dividing": 0.05}
 ALONE = "alone"  # in the place of a compression: the optimizer as it is, which no other rank meets
 
 # Of runs that stop in the middle and go on from what was saved.
@@ -32,6 +34,11 @@ COMPRESSIONS = {
     "threshold": Compression.threshold(0.02, max_density=0.1, min_numel=16),
     "topk": Compression.topk(**SMALL),
 }
+
+
+def target(x: Array) -> Array:
+    """What is to be learnt of `x`, an array of NumPy or a tensor of torch."""
+    return x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2  # type: ignore[index,no-any-return]
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -52,6 +59,7 @@ class Run(ABC):
     def __init__(self, adapter: Adapter) -> None:
         self.adapter, self.steps = adapter, 0
         self.rates: Callable[[int], float] | None = None  # learning rate by step
+        self.spoilt: Container[int] = ()  # steps at which this rank's data are not finite
 
     def train(self, steps: int = 1) -> list[float]:
         """So many more steps; returns the losses."""
@@ -59,16 +67,31 @@ class Run(ABC):
 
     def step(self) -> float:
         """One more step; returns the loss."""
-        draw = np.random.default_rng([self.adapter.rank, self.steps])
-        x = draw.standard_normal((BATCH, INPUTS)).astype(np.float32)
         if self.rates is not None:
             self.rate = self.rates(self.steps)
+        return self.on(*self.batch())
+
+    def batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's data of the next step."""
+        draw = np.random.default_rng([self.adapter.rank, self.steps])
+        x = draw.standard_normal((BATCH, INPUTS)).astype(np.float32)
+        y = target(x)
+        if self.steps in self.spoilt:
+            x = x * np.float32(np.nan)
         self.steps += 1
-        return self.on(x, x[:, :4].sum(1, keepdims=True) + 0.5 * x[:, 4:5] ** 2)
+        return x, y
 
     @abstractmethod
     def on(self, x: np.ndarray, y: np.ndarray) -> float:
         """One step on this batch; returns the loss."""
+
+    @abstractmethod
+    def loss(self, x: np.ndarray, y: np.ndarray) -> float:
+        """On this batch, without a step."""
+
+    @abstractmethod
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+        """This rank's own, on this batch."""
 
     @abstractmethod
     def apply(self, gradients: list[np.ndarray]) -> None:
@@ -87,6 +110,11 @@ class Run(ABC):
     @abstractmethod
     def names(self) -> list[str]:
         """Of the tensors in records, in the order of `arrays`."""
+
+    @property
+    def told(self) -> list[str]:
+        """Of the tensors in messages."""
+        return self.names
 
     @property
     @abstractmethod
@@ -121,6 +149,12 @@ class Run(ABC):
     def spoil(self, element: float = float("nan")) -> None:
         """Set the first weight."""
         self.weights = np.concatenate([[element], self.weights[1:]]).astype(np.float32)
+
+    def move(self, tensor: int, by: float) -> None:
+        """Change one weight of a matrix."""
+        arrays = self.arrays
+        arrays[tensor][3, 4] += by
+        self.assign(arrays)
 
     def kept(self) -> dict[str, dict[str, np.ndarray]]:
         """The record of this rank, by tensor and part."""
@@ -170,8 +204,27 @@ class Run(ABC):
 
     @property
     @abstractmethod
+    def exchange(self) -> Any:
+        """Its engines, counters and config."""
+
+    @property
+    def compressed(self) -> list[Any]:
+        """The engines of what is compressed."""
+        return [engine for engine in self.exchange.engines if not engine.bucket.uncompressed]
+
+    def owed(self) -> list[float]:
+        """The mean over ranks of v, and of u, whoever keeps them, each with weights that tell its elements apart."""
+        found = []
+        for part in ("v", "u"):
+            every = [engine.as_one_of_all(part).astype(np.float64) for engine in self.exchange.engines]
+            own = sum(float((kept * np.sin(np.arange(kept.size) + 1)).sum()) for kept in every)
+            found.append(float(np.mean(self.adapter.of_all_ranks(own))))
+        return found
+
+    @property
     def exchanged(self) -> int:
         """Number of exchanges."""
+        return self.exchange.steps  # type: ignore[no-any-return]
 
     @abstractmethod
     def take(self, mode: str) -> None:
@@ -188,8 +241,13 @@ class Run(ABC):
 
     @property
     @abstractmethod
+    def copied(self) -> dict[str, dict[str, np.ndarray]]:
+        """The record of this rank without the inner optimizer's state, within a round too; Keras: once it is built."""
+
+    @property
     def residual(self) -> list[float]:
         """Sums of `e` of this rank, within a round too."""
+        return [float(parts["v"].sum(dtype=np.float64)) for _, parts in sorted(self.copied.items())]
 
     @property
     @abstractmethod

@@ -14,8 +14,8 @@ from dgc_horovod.testing import torch as testing
 from dgc_horovod.torch.session.session import session_of
 from tests.helpers.adapters import Adapter
 from tests.helpers.ddp_training import step
-from tests.helpers.regression import smooth_model
-from tests.helpers.run import ALONE, RATES, Run
+from tests.helpers.regression import Dividing, smooth_model
+from tests.helpers.run import ALONE, INPUTS, RATES, Run
 
 
 class TorchRun(Run):
@@ -33,7 +33,8 @@ class TorchRun(Run):
         super().__init__(adapter)
 
         def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-            found: torch.optim.Optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+            kind = Dividing if name == "Dividing" else getattr(torch.optim, name)
+            found: torch.optim.Optimizer = kind(model.parameters(), **options)
             return found
 
         options, self._make = {"lr": RATES[name], **options}, make
@@ -60,10 +61,23 @@ class TorchRun(Run):
             self.optimizer.step()
         return float(loss)
 
+    def _loss(self, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
+        inner = getattr(self.model, "module", self.model)
+        return torch.nn.functional.mse_loss(inner(torch.from_numpy(x)), torch.from_numpy(y))
+
+    def loss(self, x: np.ndarray, y: np.ndarray) -> float:
+        return float(self._loss(x, y))
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+        return [each.numpy() for each in torch.autograd.grad(self._loss(x, y), list(self.model.parameters()))]
+
     def apply(self, gradients: list[np.ndarray]) -> None:
         self.optimizer.zero_grad()
         pairs = zip(self.model.parameters(), gradients, strict=True)
-        sum((p * torch.from_numpy(gradient)).sum() for p, gradient in pairs).backward()  # type: ignore[union-attr]
+        loss = torch.stack([(p * torch.from_numpy(gradient)).sum() for p, gradient in pairs]).sum()
+        if self.adapter.name == "DDP":  # which counts on the gradients of its last forward pass
+            loss = loss + 0 * self.model(torch.zeros(1, INPUTS)).sum()
+        loss.backward()
         self.optimizer.step()
 
     @property
@@ -117,17 +131,16 @@ class TorchRun(Run):
         return length - self.of_round
 
     @property
-    def residual(self) -> list[float]:
-        tensors = self.session.exchange.residuals().tensors
-        return [float(parts["v"].sum(dtype=np.float64)) for _, parts in sorted(tensors.items())]
+    def copied(self) -> dict[str, dict[str, np.ndarray]]:
+        return testing.copied(self.optimizer).tensors
 
     @property
-    def exchanged(self) -> int:
-        return self.session.exchange.steps  # type: ignore[no-any-return]
+    def exchange(self) -> Any:
+        return self.session.exchange
 
     @property
     def counted(self) -> int:
-        return self.session.exchange.steps  # type: ignore[no-any-return]
+        return self.exchanged
 
     @property
     def outer(self) -> list[np.ndarray]:

@@ -137,18 +137,6 @@ def test_what_was_loaded_synced_or_left_by_a_join_is_whole(tmp_path):
     same_on_ranks(fingerprint(other), known(resumed))
 
 
-def test_replicas_that_differed_have_the_same_again():
-    """They go on with the weights and the second moments of the first."""
-    model, optimizer = made(check_every=4, on_mismatch="broadcast")
-    train(model, optimizer, 10)
-    if hvd.rank() == 1:
-        with torch.no_grad():
-            model[0].weight.add_(0.1)
-        session(optimizer).exchange.second.rescale(2.0)
-    train(model, optimizer, 20)
-    same_on_ranks(fingerprint(model), known(optimizer))
-
-
 def save_for_others(folder: Any) -> tuple[str, str]:
     """On a rank: weights, and what is known."""
     model, optimizer = made()

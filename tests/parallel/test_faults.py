@@ -2,169 +2,130 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
-from dgc_horovod.testing.torch import kept_by
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.adapters import Compression, on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import Dividing
-from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(3)]
+each_adapter = on_adapters("Horovod", slow=("DDP", "Keras"))
 STEPS, MOMENTUM = 24, 0.9
 BAD = {"one NaN": np.nan, "one Inf": np.inf, "all overflowed": -np.inf}
 
 
-def _gradients(model: Any, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters())))
+def _started(adapter: Any, **fields: Any) -> Any:
+    compression = Compression.dgc(0.02, min_numel=16, bucket_bytes=12_000, **fields)
+    return adapter.start(compression, lr=0.1, momentum=MOMENTUM)
 
 
-def _spoiled(gradient: torch.Tensor, kind: str, draw: np.random.Generator) -> torch.Tensor:
-    bad = gradient.clone()
-    if kind.startswith("one"):
-        bad.view(-1)[int(draw.integers(bad.numel()))] = BAD[kind]
-    else:
-        bad[:] = BAD[kind]
-    return bad
+def _skip(run: Any, gradients: list[np.ndarray]) -> None:
+    """A step that sends and applies nothing; u and v take the gradients in, by NumPy."""
+    record = run.optimizer.residual_state_dict()
+    for name, gradient in zip(run.names, gradients, strict=True):
+        parts, g = record["tensors"][name], gradient.ravel()
+        if "u" in parts:
+            u = np.asarray(parts["u"])
+            u[:] = g = np.float32(MOMENTUM) * u + g
+        v = np.asarray(parts["v"])
+        v += g
+    record["step"] += 1
+    run.optimizer.load_residual_state_dict(record)
 
 
-class _Run:
-    """A model that is trained with gradients that the test has in its hands."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.model = smooth_model()
-        compression = Compression.dgc(0.02, min_numel=16, bucket_bytes=12_000, **fields)
-        self.optimizer = DistributedOptimizer(momentum_sgd(self.model), self.model.named_parameters(), compression)
-
-    def step(self, gradients: list[torch.Tensor]) -> None:
-        """A step with these gradients, through the hooks."""
-        self.optimizer.zero_grad()
-        sum((p * g).sum() for p, g in zip(self.model.parameters(), gradients, strict=True)).backward()
-        self.optimizer.step()
-
-    def skip(self, gradients: list[torch.Tensor]) -> None:
-        """A step that sends and applies nothing; u and v take the gradients in, by NumPy."""
-        record = self.optimizer.residual_state_dict()
-        for (name, _), gradient in zip(self.model.named_parameters(), gradients, strict=True):
-            parts, g = record["tensors"][name], gradient.reshape(-1).numpy()
-            if "u" in parts:
-                parts["u"] = torch.from_numpy(np.float32(MOMENTUM) * parts["u"].numpy() + g)
-                g = parts["u"].numpy()
-            parts["v"] = torch.from_numpy(parts["v"].numpy() + g)
-        record["step"] += 1
-        self.optimizer.load_residual_state_dict(record)
-
-    def bits(self) -> list[str]:
-        """Of weights, u and v."""
-        tensors = kept_by(self.optimizer).tensors
-        kept = b"".join(x.tobytes() for name in sorted(tensors) for _, x in sorted(tensors[name].items()))
-        return [fingerprint(self.model), hashlib.sha256(kept).hexdigest()]
-
-
+@each_adapter
 @pytest.mark.parametrize("kind", BAD)
-def test_after_a_gradient_that_is_not_finite_the_run_is_that_of_the_reference(kind):
+def test_after_a_gradient_that_is_not_finite_the_run_is_that_of_the_reference(adapter, kind):
     """One rank's gradient is spoiled at one step."""
     number = list(BAD).index(kind)
-    common, own = np.random.default_rng(number), np.random.default_rng(100 * number + hvd.rank())
-    at, rank = int(common.integers(3, STEPS - 6)), int(common.integers(hvd.size()))
-    spoiled, reference = _Run(), _Run()
-    tensor = int(common.integers(len(list(spoiled.model.parameters()))))
-    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
-        gradients = _gradients(reference.model, x, y)
-        if step != at:
-            reference.step(gradients)
-            spoiled.step(gradients)
-        else:
-            bad = list(gradients)
-            if hvd.rank() == rank:
-                bad[tensor] = _spoiled(gradients[tensor], kind, own)
-                gradients[tensor] = torch.nan_to_num(bad[tensor], 0, 0, 0)
-            before = fingerprint(spoiled.model)
-            reference.skip(gradients)
-            spoiled.step(bad)
-            assert fingerprint(spoiled.model) == before
-        assert step < at or spoiled.bits() == reference.bits(), f"weights, u or v differ after step {step}"
-    tensors = kept_by(spoiled.optimizer).tensors
-    assert all(np.isfinite(x).all() for arrays in tensors.values() for x in arrays.values())
-    same_on_ranks(fingerprint(spoiled.model))
+    common, own = np.random.default_rng(number), np.random.default_rng(100 * number + adapter.rank)
+    spoiled, reference = _started(adapter), _started(adapter)
+    at, rank, tensor = (int(common.integers(*limits)) for limits in ((3, STEPS - 6), (0, 3), (0, len(spoiled.names))))
+    for step in range(STEPS):
+        gradients = reference.gradients(*reference.batch())
+        bad = list(gradients)
+        if step == at and adapter.rank == rank:
+            bad[tensor] = gradients[tensor].copy()
+            bad[tensor].flat[own.integers(bad[tensor].size) if kind.startswith("one") else slice(None)] = BAD[kind]
+            gradients[tensor] = np.nan_to_num(bad[tensor], nan=0, posinf=0, neginf=0)
+        before = spoiled.print
+        (_skip(reference, gradients) if step == at else reference.apply(gradients))
+        spoiled.apply(bad)
+        assert (spoiled.print == before) == (step == at)
+        if step >= at:
+            bits = [[run.print, run.kept_bits] for run in (spoiled, reference)]
+            assert bits[0] == bits[1], f"weights, u or v differ after step {step}"
+    assert all(np.isfinite(x).all() for arrays in spoiled.kept().values() for x in arrays.values())
+    same_on_ranks(spoiled.print)
 
 
-@pytest.mark.parametrize(
-    ("stock", "compression", "told"),
-    [
-        pytest.param(
-            Dividing,
-            Compression.dgc(0.05, min_numel=16),
-            "^NotFinite: step 0: Dividing has made the weights of '0.weight' that are not",
-            id="made by an optimizer",
-        ),
-        pytest.param(
-            torch.optim.SGD,
-            Compression.dgc(0.05, min_numel=16, on_nonfinite="stop"),
-            "^NotFinite: step 0: the weights of '2.weight' are not finite, and so gradients",
-            id="made by a script",
-        ),
-        pytest.param(
-            torch.optim.SGD,
-            Compression.local(2),
-            "the weights of '2.weight' are not finite on rank {rank}, and so gradients",
-            id="local steps",
-        ),
-    ],
-)
-def test_weights_that_are_not_finite_are_named(stock, compression, told):
+FEW: dict[str, Any] = {"density": 0.05, "min_numel": 16}
+SPOILT: dict[str, tuple[str, Any, str]] = {  # optimizer, compression, what is said
+    "made by an optimizer": (
+        "Dividing", Compression.dgc(**FEW), "^NotFinite: step 0: Dividing has made the weights of '{0}' that are not"),
+    "made by a script": (
+        "SGD", Compression.dgc(**FEW), "step 0: the weights of '{2}' are not finite, and so gradients are not"),
+    "made by a script, stop": (
+        "SGD", Compression.dgc(**FEW, on_nonfinite="stop"),
+        "^NotFinite: step 0: the weights of '{2}' are not finite, and so gradients are not"),
+    "local steps": (
+        "SGD", Compression.local(2), "the weights of '{2}' are not finite on rank {rank}, and so gradients"),
+}  # fmt: skip
+
+
+@each_adapter
+@pytest.mark.parametrize("case", SPOILT)
+def test_weights_that_are_not_finite_are_named(adapter, case):
     """Gradients were blamed, and every step was skipped to the end."""
-    model = smooth_model()
-    optimizer = DistributedOptimizer(stock(model.parameters(), lr=0.05), model.named_parameters(), compression)
-    if stock is not Dividing:
-        model[2].weight.data[3, 4] = torch.nan
-    with messages() as said:
-        error = error_of(lambda: train(model, optimizer, 1))
-    found = error + "; ".join(text for text in said if "weights" in text)
-    assert re.search(told.format(rank=hvd.rank()), found), found
-
-
-def _until_error(run: _Run, is_bad: Callable[[int], bool]) -> tuple[int, str]:
-    """Train with a gradient that has a NaN on rank 1 at bad steps; the step that raises an error, and its text."""
-    for step, (x, y) in enumerate(batches(STEPS, hvd.rank())):
-        gradients = _gradients(run.model, x, y)
-        if is_bad(step) and hvd.rank() == 1:
-            gradients[2][3, 4] = np.nan
-        if error := error_of(partial(run.step, gradients)):
-            return step, error
-    return STEPS, ""
-
-
-def test_a_job_that_is_to_stop_stops_on_every_rank_with_the_culprit():
-    step, error = _until_error(_Run(on_nonfinite="stop"), lambda step: step == 7)
-    assert step == 7
-    assert error.startswith("NotFinite: step 7: a gradient was not finite on rank 1, among '2.weight'; ")
-    same_on_ranks(error)
-
-
-def test_many_skipped_steps_are_told_again_and_end_in_an_error_on_every_rank():
-    """80 of 90 steps were skipped, with one line at the first of them."""
-    run = _Run(max_skipped=12)
+    name, compression, said = SPOILT[case]
+    run = adapter.start(compression, name)
+    if name == "SGD":
+        run.move(2, by=np.nan)
     with messages() as texts:
-        step, error = _until_error(run, lambda step: step >= 3 and step != 5)
-    assert step == 17 and run.optimizer.compression_stats()["skipped"] == 14
-    assert error.startswith("NotFinite: step 17: a gradient was not finite on rank 1, among '2.weight'; ")
-    assert "12 in a row were skipped" in error and "--dgc-max-skipped" in error
+        error = error_of(lambda: [run.apply(run.gradients(*run.batch())) for _ in range(3)])
+    found = error + "; ".join(text for text in texts if "weights" in text)
+    if case != "made by a script" or adapter.rank == 0:
+        assert re.search(said.format(*map(re.escape, run.told), rank=adapter.rank), found), found
+    assert "finite on the weights" not in found
     same_on_ranks(error)
+
+
+@each_adapter
+def test_a_job_that_is_to_stop_stops_on_every_rank_with_the_culprit(adapter):
+    run = _started(adapter, on_nonfinite="stop")
+    for step in range(8):
+        gradients = run.gradients(*run.batch())
+        if step == 7 and adapter.rank == 1:
+            gradients[2][3, 4] = np.nan
+        error = error_of(lambda gradients=gradients: run.apply(gradients))
+        assert step == 7 or not error
+    among = f"2 {run.told[2]}" if adapter.kind == "keras" else run.told[2]
+    assert error.startswith(f"NotFinite: step 7: a gradient was not finite on rank 1, among '{among}'; ")
+    same_on_ranks(error)
+
+
+@each_adapter
+def test_many_skipped_steps_are_told_again_and_end_in_an_error_on_every_rank(adapter):
+    """80 of 90 steps were skipped, with one line at the first of them."""
+    run = _started(adapter, max_skipped=12)
+    if adapter.rank == 1:
+        run.spoilt = {3, 4, *range(6, STEPS)}
+    with messages() as texts:
+        error = error_of(lambda: run.train(STEPS))
+    stats = run.optimizer.compression_stats()
+    assert run.steps == stats["steps"] == 18 and stats["skipped"] == 14
+    told = "step 17: a gradient was not finite on rank 1, among the 8 tensors from '"
+    assert error.startswith(f"NotFinite: {told}") or (adapter.kind == "keras" and told in error), error
+    assert "12 in a row were skipped" in error and "--dgc-max-skipped" in error
+    if adapter.kind != "keras":
+        same_on_ranks(error)
     said = [text for text in texts if "not finite" in text]
-    if hvd.rank() != 0:
+    if adapter.rank != 0:
         assert not said, "rank 0 tells for all"
         return
     first, tenth = said
@@ -172,17 +133,20 @@ def test_many_skipped_steps_are_told_again_and_end_in_an_error_on_every_rank():
     assert "step 13: " in tenth and tenth.endswith("; skipped 10 of the last 11 steps")
 
 
-def test_under_a_grad_scaler_nothing_stops_and_what_is_unusual_is_told():
-    scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**20), smooth_model()
-    compression = Compression.dgc(0.02, min_numel=16, max_skipped=12)
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), compression, grad_scaler=scaler)
+@on_adapters("Horovod")
+def test_under_a_grad_scaler_nothing_stops_and_what_is_unusual_is_told(adapter):
+    import torch
+    import torch.nn.functional as F
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    model, optimizer = adapter.made(Compression.dgc(0.02, min_numel=16, max_skipped=12), grad_scaler=scaler)
     with messages() as texts:
-        for x, y in batches(STEPS, hvd.rank()):
+        for x, y in adapter.batches(STEPS):
             optimizer.zero_grad()
-            scaler.scale(F.mse_loss(model(x), y) * (np.nan if hvd.rank() == 1 else 1)).backward()
+            scaler.scale(F.mse_loss(model(x), y) * (np.nan if adapter.rank == 1 else 1)).backward()
             optimizer.synchronize()
             with optimizer.skip_synchronize():
                 scaler.step(optimizer)
             scaler.update()
     assert optimizer.compression_stats()["skipped"] == STEPS and scaler.get_scale() == 2.0 ** (20 - STEPS)
-    assert sum("not finite" in text for text in texts) == 2 * (hvd.rank() == 0)
+    assert sum("not finite" in text for text in texts) == 2 * (adapter.rank == 0)

@@ -22,7 +22,7 @@ from dgc_horovod import DGCConfig
 from dgc_horovod.compression import ConfiguredCompressor
 from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow import DistributedOptimizer as TensorFlowOptimizer
-from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
+from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import (
     fingerprint,
@@ -92,43 +92,19 @@ def test_what_is_refused(told):
     assert told in error_of(REFUSED[told])
 
 
-def _disagreeing(what: str) -> str:
-    """What is told where the ranks have other densities, choices, models, optimizers."""
-    first = hvd.rank() == 0
+@pytest.mark.parametrize("what", ["model", "tape"])
+def test_ranks_that_disagree_hear_the_same(what):
+    first, (x, y) = hvd.rank() == 0, shard(hvd.rank())
     if what == "tape":
-        compression = Compression.topk(0.05 if first else 0.1)
-        x, y = shard(hvd.rank())
-        return error_of(
+        compression, told = Compression.topk(0.05 if first else 0.1), "density=0.05, rank 1 has density=0.1"
+        error = error_of(
             lambda: gradients_of(smooth_model(), x, y, lambda t: DistributedGradientTape(t, compression=compression))
         )
-    if what == "optimizer":
-        given = keras.optimizers.Adagrad() if first else keras.optimizers.RMSprop()
-        return error_of(lambda: fitted(given, Compression.topk(0.05)))
-    compression = {
-        "density": DGC if first else Compression.dgc(0.1),
-        "choice": DGC if first else Compression.none,
-        "fp16": Compression.fp16 if first else Compression.none,
-        "model": Compression.none,
-    }[what]
-    wide = what == "model" and not first
-    model = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(1)]) if wide else smooth_model()
-    return error_of(lambda: fit(model, _sgd(compression), 1))
-
-
-@pytest.mark.parametrize(
-    ("what", "told"),
-    {
-        "density": "RankMismatch.*rank 0 has density=0.05, rank 1 has density=0.1",
-        "choice": "compression: rank 0 has DGCConfig, rank 1 has NoneCompressor",
-        "fp16": "rank 0 has FP16Compressor, rank 1 has NoneCompressor",
-        "model": "variable count: rank 0 has 8, rank 1 has 2",
-        "tape": "density=0.05, rank 1 has density=0.1",
-        "optimizer": "optimizer: rank 0 has Adagrad, rank 1 has RMSprop",
-    }.items(),
-)
-def test_ranks_that_disagree_hear_the_same(what, told):
-    error = _disagreeing(what)
-    assert re.search(told, error, re.DOTALL)
+    else:
+        told = "variable count: rank 0 has 8, rank 1 has 2"
+        model = smooth_model() if first else keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(1)])
+        error = error_of(lambda: fit(model, _sgd(Compression.none), 1))
+    assert told in error
     same_on_ranks(error)
 
 
@@ -141,70 +117,34 @@ def test_a_metrics_file_that_cannot_be_written_is_told_to_all():
     same_on_ranks(error, afterwards)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_ranks_in_other_epochs_hear_it(mode):
-    """The packets differ in length or step."""
-    variable, warmup = _variable(), WarmupSchedule(epochs=4, first_density=0.04)
-    optimizer = _sgd(Compression.dgc(0.001, warmup=warmup, min_numel=1))
-    optimizer.set_epoch(2 * hvd.rank())
-
-    def apply(gradient: Any) -> None:
-        optimizer.apply([gradient], [variable])
-
-    run = tf.function(apply) if mode == "graph" else apply
-    gradient = tf.constant(np.random.default_rng(0).standard_normal((40, 50)), tf.float32)
-    assert "check that every rank sets the same epoch" in error_of(lambda: run(gradient))
-
-
-class _MyAdafactor(keras.optimizers.Adafactor):
-    """One of whose arithmetic nothing is known."""
-
-    def update_step(self, *arguments: Any) -> None:
-        super().update_step(*arguments)
-
-
-def _three_steps(plain: Any, compression: Any, spoilt: bool = False) -> str:
-    """Its error, or what is said of weights."""
-    model, (x, y) = smooth_model(), shard(hvd.rank())
-    if spoilt:
-        model.layers[1].kernel.assign(model.layers[1].kernel * np.nan)
-
-    def steps() -> None:
-        optimizer = DistributedOptimizer(plain, compression=compression)
-        for _ in range(3):
-            optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
-
-    with messages() as said:
-        error = error_of(steps)
-    return error or "; ".join(text for text in said if "weights" in text or "stays" in text)
-
-
-def test_weights_that_are_not_finite_are_named():
+def test_weights_that_are_not_finite_are_named_by_a_tape():
     """Gradients were blamed, and every step was skipped to the end."""
-    made = _three_steps(_MyAdafactor(0.01), DGC)
-    assert re.match(r"NotFinite: step 0: _MyAdafactor has made the weights of '\S*/kernel' that are", made)
-    had = _three_steps(momentum_sgd(), Compression.dgc(0.05, on_nonfinite="stop"), spoilt=True)
-    assert re.match(r"NotFinite: step 0: the weights of '\S*/kernel' are not finite, and so gr", had)
-    local = _three_steps(momentum_sgd(), Compression.local(2), spoilt=True)
-    assert re.search(r"the weights of '\S*/kernel' are not finite on rank \d, and so gradients", local)
-    assert "finite on the weights" not in local
-    told = _three_steps(momentum_sgd(), DGC, spoilt=True)
     variable = tf.Variable(tf.fill((40, 50), np.nan))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable**2)
     with messages() as said:
         DistributedGradientTape(tape, compression=Compression.topk(0.05)).gradient(loss, [variable])
-    of_tape = "; ".join(text for text in said if "weights" in text)
-    if hvd.rank() == 0:
-        assert re.search(r"step 0: the weights of '\S*/kernel' are not finite, and so gradients are not", told)
-        assert re.search(r"step 0: the weights of 'Variable\S*' are not finite, and so gradients are not", of_tape)
+    told = "; ".join(text for text in said if "weights" in text)
+    assert hvd.rank() or re.search(
+        r"step 0: the weights of 'Variable\S*' are not finite, and so gradients are not", told
+    )
 
 
 def test_adafactor_of_keras():
     """It is refused where it would make such weights."""
 
     def told(compression: Any) -> str:
-        return _three_steps(keras.optimizers.Adafactor(0.01), compression)
+        """Its error, or what is said of the choice."""
+        model, (x, y) = smooth_model(), shard(hvd.rank())
+
+        def steps() -> None:
+            optimizer = DistributedOptimizer(keras.optimizers.Adafactor(0.01), compression=compression)
+            for _ in range(3):
+                optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+
+        with messages() as said:
+            error = error_of(steps)
+        return error or "; ".join(text for text in said if "weights" in text or "stays" in text)
 
     assert told(Compression.topk(0.05)).startswith("UnsupportedUse: Adafactor of Keras divides by")
     assert not told(Compression.dgc(1.0)) and not told(Compression.local(2))
@@ -230,24 +170,6 @@ def test_a_set_of_ranks(tmp_path):
     assert first["selected"] > 0 and first["steps"] == 8
     looked_at = {"gradient_norm", "residual_norm", "residual_ratio", "staleness_mean", "staleness_99"}  # of a step
     assert second.keys() == first.keys() - looked_at and not any(second.values())
-
-
-@pytest.mark.slow
-@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "3"}, fresh=True)
-def test_a_rank_that_stays_away():
-    """Rank 0 is told after DGC_TIMEOUT, and rank 1 at its next step."""
-    hvd.init()
-    variable, optimizer, ones = _variable(), _sgd(), tf.ones((40, 50))
-    optimizer.apply([ones], [variable])
-    start = time.monotonic()
-    if hvd.rank() == 1:
-        time.sleep(8)
-    said = error_of(lambda: optimizer.apply([ones], [variable]))
-    seconds = time.monotonic() - start
-    if hvd.rank() == 0:
-        assert said.startswith("CollectiveTimeout: rank 0 of 2 waited 3 s") and seconds < 7
-    else:
-        assert "Horovod has" in said and seconds < 15
 
 
 @pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "5"}, last=1)

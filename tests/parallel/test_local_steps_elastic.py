@@ -101,9 +101,7 @@ def test_ranks_that_meet_within_a_round_go_on_from_rank_0_and_keep_what_is_their
     assert [run.inner, run.residual] == own and len(set(adapter.of_all_ranks(repr(own)))) == 2
     assert any(x.any() for x in run.outer), "the broadcast of the model's weights had dropped the outer momentum"
     if adapter.name == "Horovod":
-        from dgc_horovod.testing.torch import copied
-
-        parts = {part for parts in copied(run.optimizer).tensors.values() for part in parts}
+        parts = {part for parts in run.copied.values() for part in parts}
         assert parts == {"v"}, "an inner momentum had been scaled by M/N when N ranks became M"
     run.train(H + run.left_of_round(H))
     assert run.apart == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch.nn.functional as F
 from dgc_horovod import __version__
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
 from dgc_horovod.torch.wrapping import checks
-from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.adapters import Adapter
+from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.together import call_each
 from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.parallel import test_disagreement
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 
@@ -171,38 +172,17 @@ def _renamed(last: bool) -> Any:
     return _wrapped(nn.ParameterList([p for _, p in named]), names=named)
 
 
-def _other_optimizer(last: bool) -> Any:
-    kind = torch.optim.RMSprop if last else torch.optim.Adagrad
-    return _wrapped(None, Compression.topk(0.01), lambda model: kind(model.parameters()))
-
-
 def _other_version(last: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "__version__", "0.0" if last else __version__)
         return _wrapped()
 
 
-def _other_epoch(last: bool) -> None:
-    model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(0.01, warmup=WarmupSchedule(epochs=2)))
-    optimizer.set_epoch(3 if last else 1)
-    train(model, optimizer, 1)
-
-
 DIFFERENT: dict[str, tuple[str, Callable[[bool], Any]]] = {  # what is done on the last rank, or on another
-    "density": (
-        "config.density: rank 0 has 0.01, rank 1 has 0.02",
-        lambda last: _wrapped(compression=Compression.dgc(0.02 if last else 0.01))),
-    "rule": (
-        "config.rule: rank 0 has 'gaussian', rank 1 has 'exact'",
-        lambda last: _wrapped(compression=Compression.topk(0.01) if last else Compression.gaussian(0.01))),
     "scaler": (
         "grad_scaler: rank 0 has True, rank 1 has False",
         lambda last: _wrapped(grad_scaler=None if last else torch.amp.GradScaler("cpu"))),
     "groups": ("bucket boundaries: rank 0 has", lambda last: _wrapped(num_groups=2 if last else 3)),
-    "compression": (
-        "compression: rank 0 has dgc, rank 1 has NoneCompressor",
-        lambda last: _wrapped(compression=Compression.none if last else Compression.dgc(0.01))),
     "shapes": (
         "shapes: rank 0 has 0.weight (65, 32), rank 1 has 0.weight (64, 32)",
         lambda last: _wrapped(nn.Sequential(nn.Linear(32, 64 if last else 65)))),
@@ -212,38 +192,23 @@ DIFFERENT: dict[str, tuple[str, Callable[[bool], Any]]] = {  # what is done on t
     "passes": (
         "backward_passes_per_step: rank 0 has 1, rank 1 has 2",
         lambda last: _wrapped(backward_passes_per_step=2 if last else 1)),
-    "optimizer": ("optimizer: rank 0 has Adagrad, rank 1 has RMSprop", _other_optimizer),
     "version": (f"version: rank 0 has {__version__}, rank 1 has 0.0", _other_version),
-    "epoch": ("check that every rank sets the same epoch", _other_epoch),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_disagree_all_raise_the_same(case):
+def test_ranks_whose_calls_differ_all_raise_the_same(case):
     words, action = DIFFERENT[case]
     error = error_of(lambda: action(hvd.rank() == hvd.size() - 1))
     assert error.startswith("RankMismatch:") and words in error, error
-    if case != "epoch":
-        same_on_ranks(error)
+    same_on_ranks(error)
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_the_same_over_mpi():
-    call_each(test_script_habits, test_error_messages, test_ranks_that_disagree_all_raise_the_same)
-
-
-@pytest.mark.on_ranks(2, last=1, timeout=90, environment={"DGC_TIMEOUT": "3"})
-def test_missing_rank_is_an_error_not_a_hang(tmp_path):
-    """The last rank stays away from a step: the others give up, naming what they waited for."""
-    model = smooth_model()
-    optimizer = _wrapped(model, Compression.dgc(0.01))
-    train(model, optimizer, 2)
-    if hvd.rank() == hvd.size() - 1:
-        stay_away(tmp_path)
-        return
-    start = time.monotonic()
-    error = error_told(lambda: train(model, optimizer, 1), tmp_path)
-    assert error.startswith("CollectiveTimeout: rank 0 of 2 waited 3 s for dgc."), error
-    assert time.monotonic() - start < 7
+    call_each(test_script_habits, test_error_messages, test_ranks_whose_calls_differ_all_raise_the_same)
+    for name, what in test_disagreement.SAID:
+        if name == "Horovod":
+            test_disagreement.test_ranks_that_disagree_all_raise_the_same(Adapter(name), what)
