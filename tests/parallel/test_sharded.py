@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 import time
@@ -15,12 +14,12 @@ import torch
 from torch import nn
 
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
+from dgc_horovod.torch import Compression, DistributedOptimizer
+from tests.helpers.adapters import Adapter
 from tests.helpers.errors import error_of
-from tests.helpers.interrupted import handed_over
-from tests.helpers.on_ranks import on_ranks, same_on_ranks
-from tests.helpers.owed import owed
-from tests.helpers.training import UNROUNDED, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.training import smooth_model, train
+from tests.parallel import test_nodes
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(3)]
 SHARDED = ["slots, all", "shards, all"]
@@ -31,24 +30,10 @@ def _wrapped(model: nn.Module, lr: float = 0.1, momentum: float = 0.9, **setting
     return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr, momentum), model.named_parameters(), config)
 
 
-def _rounds(optimizer: Any) -> list[str]:
-    engines = [engine for engine in session(optimizer).exchange.engines if not engine.bucket.uncompressed]
-    return [f"{collective.name}, {collective.group}" for collective in engines[0].exchange.rounds]
-
-
-def _check_run(steps: int, rounds: list[str], **settings: Any) -> None:
-    """Many steps, one of which is not finite on one rank."""
-    model = smooth_model()
-    optimizer = _wrapped(model, lr=0.01, **settings)
-
-    def spoil(step: int) -> None:
-        if step == steps // 2 and hvd.rank() == hvd.size() - 1:
-            hook = model[0].weight.register_hook(lambda grad: (hook.remove(), grad * math.inf)[1])
-
-    losses = train(model, optimizer, steps, before_backward=spoil)
-    assert sum(losses[-20:]) / 20 < 0.5 * losses[0]
-    assert _rounds(optimizer) == rounds and abs(owed(optimizer)[0]) > 1e-6
-    same_on_ranks(fingerprint(model))
+def _check_run(steps: int, rounds: list[str], **fields: Any) -> None:
+    run = test_nodes.check_replicas(Adapter("Horovod"), steps, **{"density": 0.05, "exchange": "sharded", **fields})
+    assert [f"{each.name}, {each.group}" for each in run.compressed[0].exchange.rounds] == rounds
+    assert abs(run.owed()[0]) > 1e-6
 
 
 @pytest.mark.slow  # of a flat exchange: test_stress.py
@@ -97,64 +82,6 @@ def test_bytes_of_eight_ranks():
         found[exchange] -= small_bytes + sum(2 * (hvd.size() - 1) / hvd.size() * 4 * p.numel() for p in dense)
         optimizer = None
     assert 1.5 * packet < found["sharded"] <= 2.3 * packet < found["flat"]
-
-
-def test_at_density_1_it_is_stock_horovod():
-    """Everything sent and nothing masked: as far from stock Horovod as rounding is."""
-    model = smooth_model()
-    train(model, hvd.DistributedOptimizer(momentum_sgd(model), named_parameters=model.named_parameters()), 10)
-    dense, apart = weights(model), []
-    for settings in ({"density": 1.0, "factor_masking": False, **UNROUNDED}, {}):
-        model = smooth_model()
-        train(model, _wrapped(model, **settings), 10)
-        apart.append(distance(dense, weights(model)))
-    assert apart[0] <= 1e-5 < 1e-3 < apart[1]
-
-
-def test_what_owners_owe_is_saved_loaded_and_flushed():
-    """With u and v; bit by bit."""
-    ends = []
-    for interrupted in (False, True):
-        model = smooth_model()
-        optimizer = _wrapped(model)
-        train(model, optimizer, 6)
-        if interrupted:
-            model, optimizer = handed_over(model, optimizer, _wrapped)
-        train(model, optimizer, 6)
-        ends.append(fingerprint(model))
-    assert ends[0] == ends[1]
-    before = weights(model)
-    tensors = optimizer.residual_state_dict()["tensors"].values()
-    assert any(bool(parts["remainder"].any()) for parts in tensors if "remainder" in parts)
-    assert abs(owed(optimizer)[0]) > 1e-6
-    optimizer.flush()
-    assert owed(optimizer)[0] == 0 and distance(weights(model), before) > 1e-4
-    same_on_ranks(fingerprint(model))
-
-
-def go_on(folder: Any, exchange: str) -> tuple[list[float], list[float]]:
-    """On a rank: a run from what the last one has kept, if any; what ranks owe before it and after it."""
-    model = smooth_model()
-    optimizer = _wrapped(model, exchange=exchange)
-    if (folder / "manifest.json").exists():
-        load_checkpoint(folder, model, optimizer)
-    before = owed(optimizer)
-    train(model, optimizer, 5)
-    save_checkpoint(folder, model, optimizer)
-    assert (_rounds(optimizer) == SHARDED) == (exchange == "sharded" and hvd.size() > 2)
-    same_on_ranks(fingerprint(model))
-    return before, owed(optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.on_ranks(0)
-def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_owners(tmp_path):
-    last = None
-    for workers, exchange in ((4, "sharded"), (3, "sharded"), (4, "flat"), (4, "sharded"), (2, "sharded")):
-        before, after = on_ranks(go_on, workers, arguments={"folder": tmp_path, "exchange": exchange})[0]
-        assert last is None or before == pytest.approx(last, rel=1e-5)
-        assert all(abs(part) > 1e-3 for part in after)
-        last = after
 
 
 def several_buckets() -> None:
