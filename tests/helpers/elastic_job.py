@@ -1,6 +1,8 @@
 """An elastic training job in which one worker is killed: what horovodrun starts in tests/parallel/test_elastic.py.
 
-``python -m tests.helpers.elastic_job FOLDER HOW`` with HOW one of "undisturbed", "killed", "killed, flushed".
+``python -m tests.helpers.elastic_job FOLDER ADAPTER METHOD HOW`` with METHOD "dgc" or "local", and HOW "undisturbed" or
+"killed", alone or with ", flushed"; with local steps also "killed, within a round": commits are then not at exchanges.
+The worker dies in the middle of a step, or of an exchange of local steps; under Keras it dies between two steps.
 Every rank writes FOLDER/rankN.json at the end; rank 0 prints an account of what was owed when the ranks changed.
 """
 
@@ -15,140 +17,127 @@ import time
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
-import torch
 
-from dgc_horovod.testing.torch import copied
-from dgc_horovod.torch import Compression, DistributedOptimizer
-from dgc_horovod.torch.elastic import TorchState
-from tests.helpers.training import INPUTS, fingerprint, smooth_model, target
-from tests.helpers.victim import is_the_victim
+from tests.helpers.adapters import Adapter, Compression
+from tests.helpers.run import INPUTS, target
 
-BATCHES, KILLED_AT, COMMIT_EVERY, TOGETHER_AGAIN_BY = 300, 87, 10, 200
+H, BATCHES, TOGETHER_AGAIN_BY = 5, 300, 200
+KILLED_AT = 89  # the exchange after this batch is one of a full round
+COMMIT_EVERY, WITHIN_A_ROUND = 10, 7
 FLUSH_EVERY = 50  # a flush is a burst: every ten steps it would be what decides the quality
-FIELDS: dict[str, Any] = {"density": 0.02, "min_numel": 16, "clip_norm": 2.0, "check_every": 5}
 
 
-def owed(optimizer: Any) -> np.ndarray:
-    """What all ranks owe the model, ``(1/N) * sum of v``, tensor after tensor. A collective."""
-    own = torch.from_numpy(_residual(optimizer))
-    return hvd.allreduce(own, name="owed", op=hvd.Average).numpy()
-
-
-def _residual(optimizer: Any) -> np.ndarray:
-    return np.concatenate([arrays["v"].astype(np.float64) for arrays in copied(optimizer).tensors.values()])
-
-
-def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of a batch of 48, whatever the number of ranks."""
-    draw = torch.Generator().manual_seed(number)
-    x = torch.randn(48, INPUTS, generator=draw)[hvd.rank() :: hvd.size()]
+def batch_of(number: int, samples: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    """Samples that all ranks together have at a step."""
+    x = np.random.default_rng(number).standard_normal((samples, INPUTS)).astype(np.float32)
     return x, target(x)
 
 
 class Job:
     """One worker's part."""
 
-    def __init__(self, folder: Path, how: str) -> None:
-        self.folder, self.how = folder, how
-        self.model = smooth_model()
-        self.optimizer = self.wrapped()
-        self.committed: np.ndarray | None = None
-        self.own = np.zeros(0)
-        self.accounts: list[dict[str, Any]] = []
+    def __init__(self, folder: Path, name: str, method: str, how: str) -> None:
+        self.folder, self.adapter, self.local, self.how = folder, Adapter(name), method == "local", how
+        self.adapter.ranks.init()
+        if self.local:
+            compression = Compression.local(H, density=0.05, min_numel=16, check_every=1)
+            self.run = self.adapter.start(compression, "AdamW", lr=2e-3)
+        else:
+            compression = Compression.dgc(0.02, min_numel=16, clip_norm=2.0, check_every=5)
+            self.run = self.adapter.start(compression, momentum=0.9)
+        self.batch, self.size = 0, 0
+        self.own, self.committed = np.zeros(1), np.zeros(1)  # of all elements, once there are any
+        every = WITHIN_A_ROUND if "within a round" in how else COMMIT_EVERY
+        self.commit_every = FLUSH_EVERY if "flushed" in how else every
 
-    def wrapped(self) -> Any:
-        """The optimizer."""
-        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        return DistributedOptimizer(sgd, self.model.named_parameters(), Compression.dgc(**FIELDS))
+    def die_in_the_middle(self) -> None:
+        """Under PyTorch the gradients are on their way then, or the changes of a round."""
+        if self.local:
+            rounds = self.run.session.strategy.rounds
+            receive = rounds.receive
 
-    def commit_every(self) -> int:
-        """Batches between two commits."""
-        return FLUSH_EVERY if "flushed" in self.how else COMMIT_EVERY
+            def received() -> bool:
+                if self.run.exchanged == KILLED_AT // H:
+                    self.may_die()
+                return bool(receive())
 
-    def seen(self) -> dict[str, Any]:
-        """What else an account holds. A collective."""
-        return {}
+            rounds.receive = received
+        else:
+            self.run.optimizer.register_step_pre_hook(lambda *_: self.may_die() if self.batch == KILLED_AT else None)
 
-    def run(self) -> None:
+    def may_die(self) -> None:
+        """Be killed, if it is this worker's turn: the last one's, if none has been before."""
+        flag = self.folder / "killed"
+        if "killed" in self.how and self.adapter.rank == self.size - 1 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(self) -> None:
         """Train to the end."""
-        state = TorchState(self.model, self.optimizer, flush_on_commit="flushed" in self.how, batch=0, sizes=[])
-        hvd.elastic.run(self.train)(state)
+        elastic = self.adapter.module.elastic if self.adapter.kind == "keras" else self.adapter.ranks.elastic
+        state = self.run.state(flush_on_commit="flushed" in self.how, sizes=[])
+        if self.adapter.kind == "torch":
+            self.die_in_the_middle()
+        elastic.run(self.train)(state)
+        x, y = batch_of(10**6, 2000)
         found = {
-            "fingerprint": fingerprint(self.model), "loss": self._loss(), "sizes": state.sizes, "batch": state.batch,
-            "steps": self.optimizer.compression_stats()["steps"], "accounts": self.accounts,
+            "fingerprint": self.run.print, "loss": self.run.loss(x, y), "sizes": state.sizes, "batch": state.batch,
         }  # fmt: skip
-        (self.folder / f"rank{hvd.rank()}.json").write_text(json.dumps(found))
+        (self.folder / f"rank{self.adapter.rank}.json").write_text(json.dumps(found))
 
     def train(self, state: Any) -> None:
         """What is run again whenever the ranks change."""
         self._settle(state)
         while state.batch < BATCHES:
-            x, y = batch_of(state.batch)
-            self.optimizer.zero_grad()
-            torch.nn.functional.mse_loss(self.model(x), y).backward()
-            self.before_step(state.batch)
-            self.optimizer.step()
+            self.batch = state.batch
+            if self.batch == KILLED_AT and self.adapter.kind == "keras":
+                self.may_die()
+            self.run.on(*(part[self.adapter.rank :: self.size] for part in batch_of(self.batch)))
             state.batch += 1
-            state.sizes = [*state.sizes, hvd.size()]
-            if state.batch % self.commit_every() == 0:
-                self._commit(state)
-            if "killed" in self.how and state.batch > TOGETHER_AGAIN_BY and hvd.size() < 3:
-                time.sleep(0.2)  # the third one needs time to come back
+            state.sizes = [*state.sizes, self.size]
+            if state.batch % self.commit_every == 0:
+                if "flushed" in self.how:
+                    self.run.optimizer.flush()  # as the commit does, to look at what is left
+                self._note()
+                state.commit()
+            if "killed" in self.how and state.batch > TOGETHER_AGAIN_BY and self.size < 3:
+                time.sleep(0.3)  # the third one needs time to come back
+        if self.local:
+            self.run.optimizer.exchange()  # batches may end within a round
 
-    def before_step(self, batch: int) -> None:
-        """The gradients are on their way."""
-        if batch == KILLED_AT:
-            self.may_die()
-
-    def may_die(self) -> None:
-        """Be killed, if it is this worker's turn."""
-        if "killed" in self.how and is_the_victim(self.folder, hvd.rank(), hvd.size()):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _commit(self, state: Any) -> None:
-        if "flushed" in self.how:
-            self.optimizer.flush()  # as the commit does, to look at what is left
-        self.own, self.committed = _residual(self.optimizer) / hvd.size(), owed(self.optimizer)
-        state.commit()
+    def _note(self) -> np.ndarray:
+        """What all ranks owe the model, ``(1/N) * sum of v``, tensor after tensor; a collective."""
+        parts = [arrays["v"].astype(np.float64) for _, arrays in sorted(self.run.copied.items())]
+        every = self.adapter.of_all_ranks(np.concatenate(parts or [np.zeros(1)]))
+        self.own, self.committed = every[self.adapter.rank] / len(every), sum(every) / len(every)
+        return self.committed
 
     def _settle(self, state: Any) -> None:
         """Account for what was owed at the last commit: by those that are still here, and by those that are not."""
-        now = owed(self.optimizer)
-        size = now.size
-        own = self.own if self.own.size else np.zeros(size)
-        survivors = hvd.allreduce(torch.from_numpy(own), name="survivors", op=hvd.Sum).numpy()
-        before = self.committed if self.committed is not None else np.zeros(size)
-        before = hvd.broadcast(torch.from_numpy(before), 0, name="before").numpy()
-        account: dict[str, Any] = {
-            "batch": state.batch, "ranks": hvd.size(), "owed before": _norm(before),
-            "of survivors": _norm(survivors), "owed now": _norm(now), "difference": _norm(now - survivors),
-            "lost": _norm(before - survivors), **self.seen(),
+        every = self.adapter.of_all_ranks([self.own, self.committed])
+        self.size, survivors, before = len(every), sum(own for own, _ in every), every[0][1]
+        now, seen = self._note(), self._seen() if self.local else {}
+        norms = {
+            "owed before": before, "of survivors": survivors, "owed now": now, "difference": now - survivors,
+            "lost": before - survivors,
         }  # fmt: skip
-        self.accounts.append(account)
-        if hvd.rank() == 0:
-            print("account:", json.dumps(account), flush=True)
-        self.own, self.committed = _residual(self.optimizer) / hvd.size(), now
+        account = {name: float(np.linalg.norm(x)) for name, x in norms.items()}
+        if self.adapter.rank == 0:
+            print("account:", json.dumps({"batch": state.batch, "ranks": self.size, **account, **seen}), flush=True)
 
-    def _loss(self) -> float:
-        draw = torch.Generator().manual_seed(10**6)
-        x = torch.randn(2000, INPUTS, generator=draw)
-        with torch.no_grad():
-            return torch.nn.functional.mse_loss(self.model(x), target(x)).item()
-
-
-def _norm(x: np.ndarray) -> float:
-    return float(np.linalg.norm(x))
-
-
-def main(job: type[Job]) -> None:
-    """Be one worker."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    torch.set_num_threads(1)
-    hvd.init()
-    job(Path(sys.argv[1]), sys.argv[2]).run()
+    def _seen(self) -> dict[str, Any]:
+        """What else an account of local steps holds. A collective."""
+        seen = {"spread": self.run.apart, "in the round": self.run.of_round}
+        if self.adapter.kind == "keras":  # of Adam's moments, which begin with zeros
+            seen["moments"] = self.adapter.of_all_ranks(any(bool(x.any()) for x in self.run.slots()))
+            steps = int(self.run.optimizer.iterations)
+        else:
+            inner = self.run.optimizer.state[next(self.run.model.parameters())]
+            steps = int(inner["step"]) if "step" in inner else 0
+        return {**seen, "inner steps": self.adapter.of_all_ranks(steps)}
 
 
 if __name__ == "__main__":
-    main(Job)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    Job(Path(sys.argv[1]), *sys.argv[2:]).work()
