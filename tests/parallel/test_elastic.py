@@ -5,19 +5,19 @@ It is killed in the middle of a step, or with local steps of an exchange; under 
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import sys
 
 import pytest
 
+from tests.helpers.adapters import on_adapters
 from tests.helpers.elastic_job import BATCHES, KILLED_AT, WITHIN_A_ROUND
 from tests.helpers.jobs import run
 from tests.helpers.launchers import torchrun
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
-ADAPTERS = ("Horovod", "Keras")
+each_adapter = on_adapters("Horovod", "Keras")
 
 
 def elastic(folder, *words: str) -> tuple[list[dict], list[dict]]:
@@ -47,12 +47,13 @@ def elastic(folder, *words: str) -> tuple[list[dict], list[dict]]:
     ]
 
 
-@pytest.mark.parametrize(("adapter", "method"), itertools.product(ADAPTERS, ("dgc", "local")))
+@each_adapter
+@pytest.mark.parametrize("method", ["dgc", "local"])
 @pytest.mark.parametrize("flushed", ["", ", flushed"])
 def test_a_killed_worker_and_its_successor(tmp_path_factory, adapter, method, flushed):
-    others, _ = elastic(tmp_path_factory.mktemp("undisturbed"), adapter, method, f"undisturbed{flushed}")
+    others, _ = elastic(tmp_path_factory.mktemp("undisturbed"), adapter.name, method, f"undisturbed{flushed}")
     assert others[0]["sizes"] == [3] * BATCHES
-    ranks, accounts = elastic(tmp_path_factory.mktemp("killed"), adapter, method, f"killed{flushed}")
+    ranks, accounts = elastic(tmp_path_factory.mktemp("killed"), adapter.name, method, f"killed{flushed}")
     for rank in ranks:
         sizes = rank["sizes"]
         assert len(sizes) == BATCHES
@@ -71,10 +72,10 @@ def test_a_killed_worker_and_its_successor(tmp_path_factory, adapter, method, fl
         assert larger["lost"] <= 1e-6 * larger["owed before"], "nobody was lost when the third one came back"
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@each_adapter
 def test_commits_within_a_round_of_local_steps(tmp_path, adapter):
     """Ranks meet with the same weights, and a newcomer's inner optimizer is as old as that of the first rank."""
-    ranks, accounts = elastic(tmp_path, adapter, "local", "killed, within a round")
+    ranks, accounts = elastic(tmp_path, adapter.name, "local", "killed, within a round")
     assert [account["ranks"] for account in accounts] == [3, 2, 3]
     for account in accounts:
         assert account["spread"] == 0 and account["in the round"] == 0

@@ -14,7 +14,7 @@ from torch import nn
 
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from tests.helpers.adapters import Adapter, on_adapters
+from tests.helpers.adapters import Adapter
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.timeline import operations
@@ -73,16 +73,6 @@ def test_bytes_of_eight_ranks():
         found[exchange] -= small_bytes + sum(2 * (hvd.size() - 1) / hvd.size() * 4 * p.numel() for p in dense)
         optimizer = None
     assert 1.5 * packet < found["sharded"] <= 2.3 * packet < found["flat"]
-
-
-@on_adapters("Horovod", slow=("Keras",))
-def test_at_density_1_it_is_the_frameworks_own_training(adapter):
-    test_nodes.check_density_1(adapter, "sharded")
-
-
-@on_adapters("Horovod", slow=("Keras",))
-def test_what_owners_owe_is_saved_loaded_and_flushed(adapter, tmp_path):
-    test_nodes.check_kept(adapter, "sharded", tmp_path)
 
 
 def several_buckets() -> None:
