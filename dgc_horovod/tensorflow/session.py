@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -351,6 +352,7 @@ def has_unused() -> bool:
 
 
 def _join(*args: object, **kwargs: object) -> Any:
+    gc.collect()  # optimizers that nothing refers to, which may be gone already on other ranks
     every = [*_of_optimizers(), *of_tapes.values()]
     if any(each.takes_part and each.compresses for each in every):
         _meet()

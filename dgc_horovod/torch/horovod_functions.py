@@ -9,6 +9,7 @@ cost. A step in which all messages have the flag belongs to no script, and is ro
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import time
@@ -152,6 +153,7 @@ def join(device: int = -1) -> int:
         there is one; otherwise a few small collectives are added, and if weights differ at the end a broadcast of
         weights and optimizer state.
     """
+    gc.collect()  # optimizers that nothing refers to, which may be gone already on other ranks
     automatic = [session.strategy for session in all_alive() if isinstance(session.strategy, AutoTuned)]
     for strategy in automatic:
         if not strategy.choice.trial.ended:

@@ -129,7 +129,7 @@ def test_a_loop_of_accelerate(tmp_path):
     environment = {**BY_PATH, "DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.02"}
     code, output = run([*torchrun(2), str(script)], 100, environment)
     (less,) = re.findall(r"dgc_horovod: dgc, density 0.02: 11 steps; .*? ([\d.]+)x less than fp32", output)
-    weights = re.findall(r"weights (\S+)", output)
+    weights = re.findall(r"weights (-?[\d.]+)", output)
     assert code == 0 and len(weights) == 2 and len(set(weights)) == 1 and float(less) > 10, output
 
 

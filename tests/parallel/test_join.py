@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable
@@ -101,6 +102,23 @@ def test_two_optimizers_in_any_order():
     assert hvd.join() == 1
     assert [optimizer.compression_stats()["steps"] for optimizer in (often, seldom)] == [9, 4]
     same_on_ranks(fingerprint(first), fingerprint(second))
+
+
+def test_an_optimizer_that_is_garbage_on_some_ranks_takes_no_part():
+    """It is gone on the first rank, and still in memory on the others."""
+    gc.disable()
+    try:
+        _, dropped = _dgc()
+        dropped.itself = dropped
+        del dropped
+        if hvd.rank() == 0:
+            gc.collect()
+        model, optimizer = _dgc()
+        train(model, optimizer, _own_steps())
+        assert hvd.join() == 1
+    finally:
+        gc.enable()
+    same_on_ranks(fingerprint(model))
 
 
 def test_a_step_that_is_not_finite_is_skipped_in_join_as_well():

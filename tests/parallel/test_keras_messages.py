@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -172,10 +173,18 @@ def test_a_set_of_ranks(tmp_path):
     assert second.keys() == first.keys() - looked_at and not any(second.values())
 
 
-@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "5"}, last=1)
+@pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "5"}, fresh=True)  # where no compressed tape has been used
 def test_uneven_data_with_join():
     """Horovod's background loop had ended with "unordered_map::at"."""
+    hvd.init()
     ones = tf.ones((40, 50))
+    gc.disable()
+    variable, dropped = _variable(), _sgd(DGC)  # it is gone on the first rank, and still in memory on the other
+    dropped.apply([ones], [variable])
+    dropped.itself = dropped
+    del dropped
+    if hvd.rank() == 0:
+        gc.collect()
     for name, compression in {"none": Compression.none, "dgc": DGC}.items():
         variable, optimizer = _variable(), _sgd(compression)
         # uneven data are Horovod's own where nothing is compressed, and no compressed optimizer has been used
