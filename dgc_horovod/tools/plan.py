@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ _FEW, _MANY = 2, 32  # workers whose packets are decoded
 
 
 def run(args: Namespace, job: Job) -> int:
-    """Print the plan, and draw it if a file is named; returns 0.
+    """Print the plan; returns 0.
 
     Args:
         args: Horovod's parsed arguments, with ours.
@@ -86,8 +85,6 @@ def run(args: Namespace, job: Job) -> int:
     """
     if not (args.step_ms and args.link_gbps and bool(args.model_size) != bool(args.model)):
         raise ConfigError(f"--plan needs --step-ms, --link-gbps, and --model-size or --model, e.g. {_EXAMPLE}")
-    if args.plot:
-        plan_table.check_file(Path(args.plot))
     config = _priced(job)
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
     computing, cluster = _number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
@@ -104,13 +101,9 @@ def run(args: Namespace, job: Job) -> int:
             f"a plan is for two nodes or more and for at most {MOST_WORKERS:,} workers, which two nodes of "
             f"{cluster.node_size} are beyond; --workers-per-node may be at most {MOST_WORKERS // 2}"
         )
-    title = plan_table.head(elements, computing, config, cluster)
     notes = [*plan_table.beyond(found, config), *_notes(machine, elements)]
-    told = [title, *plan_table.budget_of(config)]
+    told = [plan_table.head(elements, computing, config, cluster), *plan_table.budget_of(config)]
     print("\n".join([*told, "", *plan_table.verdicts(found), "", plan_table.text(found, config), "", *notes]))
-    if args.plot:
-        plan_table.draw(found, title, Path(args.plot))
-        print(f"drawn: {args.plot}")
     return 0
 
 

@@ -1,21 +1,16 @@
-"""The plan over the number of workers: the best method for each, as text and as a plot."""
+"""The plan over the number of workers: the best method for each, as text."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
-from dgc_horovod import files
 from dgc_horovod.config import HIERARCHICAL, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import LEAST_DENSITY
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.planning.cluster import Cluster, Machine
-from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost, cost
+from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, Cost, cost
 
 MOST_WORKERS = 1024
 _WORTH = 1.1  # least speed over dense and fp16 at which compression is advised
@@ -72,8 +67,6 @@ _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("memory of a worker beside weights and gradients, MB", lambda each: each.memory_bytes / 1e6),
 )
 _DENSITY: tuple[str, Callable[[Cost], float]] = ("density, within the budget", lambda each: each.density)
-_COLOURS = ("#444444", "#999999", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#d55e00")  # of METHODS
-_DASHES = {DENSE: "--", FP16: "--", POWER_SGD: ":"}
 
 
 def verdicts(found: Table) -> list[str]:
@@ -138,77 +131,6 @@ def beyond(found: Table, config: DGCConfig) -> list[str]:
 
 def _shown(number: float) -> str:
     return f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
-
-
-def _figure(**given: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
-    return Figure(**given)
-
-
-def check_file(file: Path) -> None:
-    """Check that a plan can be drawn to this file, before it is made.
-
-    Raises:
-        ConfigError: there is no matplotlib, no form of that ending, or no such folder.
-    """
-    forms = _figure().canvas.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in forms:
-        raise ConfigError(f"--plot {file}: the ending decides on the form, one of {', '.join(forms)}; e.g. plan.svg")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {file}: there is no such folder")
-    if problem := files.problem_with(file):
-        raise ConfigError(f"--plot {file} cannot be written: {problem}")
-
-
-def draw(found: Table, title: str, file: Path) -> None:
-    """Draw efficiency, time of a step and bytes over N.
-
-    Args:
-        found: costs by number of workers.
-        title: title of the plot.
-        file: file to write; the ending decides on the form.
-
-    Raises:
-        ConfigError: there is no matplotlib, or the file cannot be written.
-    """
-    figure = _figure(figsize=(12.6, 4.2), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for (name, value), axis in zip((_BLOCKS[1], _BLOCKS[0], _BLOCKS[2]), axes, strict=True):
-        _panel(axis, found, name, value, logarithmic=value is not _BLOCKS[1][1])
-    figure.suptitle(title, fontsize=11)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
-    try:
-        written = io.BytesIO()
-        figure.savefig(written, format=file.suffix.removeprefix("."))
-        files.write(file, written.getvalue())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {file}: {error}") from None
-
-
-def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], logarithmic: bool) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    for method, colour in zip(METHODS, _COLOURS, strict=True):
-        points = [(n, value(costs[method])) for n, costs in found.items() if method in costs]
-        if points:
-            style: dict[str, Any] = {"color": colour, "linestyle": _DASHES.get(method, "-"), "label": method}
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(found), [f"{n:,}" for n in found], fontsize=8)
-    axis.minorticks_off()
-    if logarithmic:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axis.set_ylim(0, 100)
-    axis.set_xlabel("workers, N")
-    axis.set_title(name, fontsize=10)
-    axis.grid(alpha=0.3)
 
 
 def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -> str:

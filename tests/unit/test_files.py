@@ -19,7 +19,6 @@ from dgc_horovod.errors import CheckpointError, ConfigError
 from dgc_horovod.launch import config_file, hosts, launcher
 from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
-from dgc_horovod.tools import plan_table
 from dgc_horovod.tools.report import command, figures
 from tests.helpers.saved import Alone
 
@@ -60,7 +59,6 @@ USES = {
     "config file": config_file.read,
     "hostfile": lambda path: launcher._hosts(Namespace(hosts=None, hostfile=path)),
     "command": lambda path: hosts.interpreter_of([path]),
-    "plot": lambda path: plan_table.draw({}, "title", Path(path)),
     "checkpoint to save": save,
     "checkpoint to load": lambda path: checkpoint.load(path, Alone(), None, True),
     "manifest": lambda path: checkpoint._check_own(_with_manifest(path), "holds"),

@@ -1,4 +1,4 @@
-"""``dgcrun --plan``: what it prints and draws, and what it refuses in words."""
+"""``dgcrun --plan``: what it prints, and what it refuses in words."""
 
 from __future__ import annotations
 
@@ -65,16 +65,6 @@ def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
     found = {2 << i: {name: priced(name, each[name]) for name in each} for i, each in enumerate(times)}
     line = f"N = 2 to 8: --dgc-exchange flat, {said} times as fast as the better of dense and fp16"
     assert plan_table.verdicts(found) == [line]
-
-
-def test_a_plan_is_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.svg"
-    assert cli.run([*PLAN, "--plot", str(file)]) == 0
-    assert "<svg" in file.read_text() and f"drawn: {file}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"--plot .*: "):
-        cli.run([*PLAN, "--plot", str(tmp_path / "plan.nothing")])
-    assert capsys.readouterr().out == "", "it is refused before anything is measured"
 
 
 @pytest.mark.parametrize("flag", [flag for told, _ in flags.TOLD for flag in told])
@@ -167,9 +157,6 @@ def test_a_model_that_cannot_be_is_refused(tmp_path, shapes, said):
             [*PLAN, "--compression", "auto", "--dgc-total-steps", "1000"],
             "uncompressed exchange in a run of 1,000 steps",
         ),
-        ([*PLAN, "--plot", "plan"], r"--plot plan: the ending decides on the form, .* svg,"),
-        ([*PLAN, "--plot", "/no/such/plan.svg"], "no such folder"),
-        (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan; leave it out of a job"),
         (["-np", "2", "--step-ms", "1", "true"], "--step-ms goes with --plan; leave it out of a job"),
         (
             ["--show-config", "--model-size", "junk"],

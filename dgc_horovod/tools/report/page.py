@@ -15,6 +15,7 @@ from dgc_horovod.tools.report import figures, plots
 from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain, size
 
 _NO_PLOTS = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = Path(__file__).with_name("page.css")
 _MODES = {DENSE: "uncompressed", "fp16": "uncompressed, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
 GOOD, LOOK, PLAIN = "good", "look", "plain"
@@ -137,7 +138,7 @@ def page(run: Run) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name_="color-scheme", content="light dark"),
         tag("title", f"dgc_horovod: {command or method}"),
@@ -174,7 +175,9 @@ def _plots(run: Run) -> list[Element]:
     drawn = plots.of_run(run)
     if drawn is None:
         return [tag("p", _NO_PLOTS, class_="note")]
-    return [tag("figure", picture, tag("figcaption", caption)) for caption, picture in drawn.items()]
+    return [
+        tag("figure", tag("img", src=uri, alt=caption), tag("figcaption", caption)) for caption, uri in drawn.items()
+    ]
 
 
 def _section(
