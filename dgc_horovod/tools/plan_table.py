@@ -11,6 +11,7 @@ from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import LEAST_DENSITY
 from dgc_horovod.planning.cluster import Cluster, Machine
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, Cost, cost
+from dgc_horovod.stats import size
 
 MOST_WORKERS = 1024
 _WORTH = 1.1  # least speed over dense and fp16 at which compression is advised
@@ -107,26 +108,14 @@ def _cell(cost: Cost, value: Callable[[Cost], float], chosen: bool) -> str:
 
 
 def budget_of(config: DGCConfig) -> list[str]:
-    """Return a line on the budget, if there is one."""
+    """Return lines on the budget, if there is one."""
     if config.max_bytes_per_step is None:
         return []
-    return [f"budget: {size(config.max_bytes_per_step)} a step into a network card; the last table has the densities"]
-
-
-def beyond(found: Table, config: DGCConfig) -> list[str]:
-    """Return lines on the cases in which a card gets more bytes than the budget of `config`."""
-    budget, lines = config.max_bytes_per_step, []
-    if budget is None:
-        return []
-    for name in EXCHANGES:
-        where = [f"{n:,}" for n, costs in found.items() if name in costs and costs[name].card_bytes > budget]
-        if where:
-            lines.append(f"  {name}: N = {', '.join(where)}")
-    why = [
-        f"A network card gets more than its budget of {size(budget)}: small tensors are sent dense, the lowest density",
-        f"is {LEAST_DENSITY:g}, and sharded workers that share a card without being a node have a budget each.",
+    return [
+        f"budget: {size(config.max_bytes_per_step)} a step into a network card; the last table has the densities.",
+        f"A card may get more: small tensors are sent dense, the lowest density is {LEAST_DENSITY:g}, and sharded",
+        "workers that share a card without being a node have a budget each.",
     ]
-    return [*why, *lines] if lines else []
 
 
 def _shown(number: float) -> str:
@@ -138,17 +127,4 @@ def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -
     card, workers = cluster.card, f"{cluster.node_size} worker{'s' * (cluster.node_size > 1)}"
     link = f"{workers} a card of {card.bits / 1e9:.3g} Gbit/s, {1e3 * card.latency:g} ms"
     density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.density:g}"
-    return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
-
-
-def duration(seconds: float) -> str:
-    """``0.0123`` -> "12.3 ms"."""
-    if seconds >= 10:
-        return f"{seconds:,.1f} s"
-    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.02 else f"{1e3 * seconds:.1f} ms"
-
-
-def size(nbytes: float) -> str:
-    """``1500000`` -> "1.5 MB"."""
-    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= u), (10**3, "kB"))
-    return f"{nbytes / unit:,.1f} {name}"
+    return f"{elements / 1e6:,.4g} M elements, {1e3 * computing:,.4g} ms of computing a step, {density}, {link}"

@@ -255,29 +255,13 @@ def test_a_place_that_no_machine_can_have_is_out_of_reach(monkeypatch, place, ke
         (["numactl", "-N", "0", "python3.13t", "x.py"], "python3.13t"),
         (["bash", "-c", "python x.py"], None),
         (["bash", "run.sh", "python"], None),
+        (["./train", "python", "train.py"], None),
         (["nothing-like-it"], None),
         ([], None),
     ],
 )
 def test_the_python_of_a_command(command, python):
     assert hosts.interpreter_of(command) == python
-
-
-@pytest.mark.parametrize(
-    ("first", "python"),
-    [
-        ("#!/usr/bin/env -S python3 -u", "python3"),
-        ("#!/b/bin/python -u", "/b/bin/python"),
-        ("#!/bin/sh", None),
-        ("\x7fELF", None),
-    ],
-)
-def test_the_python_of_a_script(tmp_path, first, python):
-    script = tmp_path / "train"
-    script.write_text(first + "\n")
-    assert hosts.interpreter_of([str(script), "--lr", "1"]) == python
-    # it may run that one in another environment
-    assert hosts.interpreter_of([str(script), "python", "train.py"]) is None
 
 
 def test_all_entries_of_a_kind_are_read_at_once(server, board):
