@@ -101,11 +101,8 @@ def _check_flags(args: Namespace) -> None:
                 raise ConfigError(f"{flag} is empty; leave it out, or give it a value")
             if _given(args, flag) and doing not in readers:
                 raise ConfigError(f"{flag} goes with {' and '.join(readers)}; leave it out of {doing}")
-    if args.workers_per_node and (args.hosts or args.hostfile):
-        raise ConfigError(
-            f"--workers-per-node and {'-H' if args.hosts else '--hostfile'} both say how many workers a host has; give "
-            "one of them"
-        )
+    if args.plan and (args.hosts or args.hostfile):
+        raise ConfigError("--plan needs no hosts; give the workers of one by --workers-per-node")
 
 
 def _given(args: Namespace, flag: str) -> Any:

@@ -31,8 +31,8 @@ REPORT = "--report"
 _REPORT = "a page (HTML) of what the job did, made of the metrics file"
 # Arguments of the plan
 PLAN = {
-    "--model-size": "SIZE", "--model": "MODULE:FUNCTION", "--step-ms": "MS", "--link-gbps": "GBPS",
-    "--latency-ms": "MS", "--workers-per-node": "G", "--plot": "FILE",
+    "--model-size": "SIZE", "--step-ms": "MS", "--link-gbps": "GBPS",
+    "--latency-ms": "MS", "--workers-per-node": "G",
 }  # fmt: skip
 A_JOB = "a job"
 # What reads them

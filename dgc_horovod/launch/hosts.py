@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from horovod.runner.common.util import hosts as horovod_hosts
 from horovod.runner.util import network
 from horovod.runner.util.remote import get_remote_command
 
-from dgc_horovod import __version__, envvars, files
+from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch.child import MARK, marked
 from dgc_horovod.launch.site import FOLDER
@@ -119,22 +118,11 @@ def _assignments(slots: str, workers: int) -> Sequence[Any]:
 
 
 def interpreter_of(command: Sequence[str]) -> str | None:
-    """The Python that `command` runs, perhaps behind `nice` and the like, or as a script; None if it cannot be told."""
+    """The Python that `command` runs, perhaps behind `nice` and the like; None if it cannot be told."""
     pythons = [word for word in command if _PYTHON.fullmatch(Path(word).name)]
     if not command or command[0] in pythons or Path(command[0]).name in _WRAPPERS:
         return pythons[0] if pythons else None
-    if pythons:  # a script may be about to run it, in an environment of its own
-        return None
-    return _of_script(shutil.which(command[0]) or command[0])
-
-
-def _of_script(path: str) -> str | None:
-    try:
-        first = files.read(path, 512).split(b"\n")[0].decode(errors="replace")
-    except OSError:
-        return None
-    words = first.removeprefix("#!").split() if first.startswith("#!") else []
-    return next((word for word in words if _PYTHON.fullmatch(Path(word).name)), None)
+    return None  # a script may run one in an environment of its own
 
 
 def is_remote(host: str) -> bool:

@@ -79,7 +79,6 @@ def run(args: Namespace, job: Job, slots: str, launcher: Launcher) -> int:
     status = StatusServer()  # after the fork: its thread would not survive one
     description = describe(args, job, slots)
     status.put(summary.RUN, description)
-    status.put(summary.END, None)  # it has its place, whoever may fill all others
     quiet = threading.Timer(QUIET_SECONDS, lambda: None if status.heard_of else say(launcher.if_quiet))
     quiet.daemon = True
     if launcher.if_quiet:

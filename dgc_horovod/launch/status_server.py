@@ -7,32 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import math
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-_REQUEST_SECONDS, _SECONDS_WHEN_FULL = 5.0, 0.5  # in which a request must be complete
+_REQUEST_SECONDS = 5.0  # longest wait for the other end
 _PAUSES = (0.2, 1.0)  # seconds, before another try
 _GIVEN_UP_SECONDS = 30.0  # for which a store that could not be reached is not asked again
-_MOST_BYTES, _MOST_BYTES_OF_A_REQUEST = 4096, 16384  # of an entry, and with the request around it
-_MOST_CONNECTIONS = 512  # at once; each has a thread
-_MOST_ENTRIES = 2**15  # a rank makes one at each hvd.init()
+_MOST_BYTES = 4096  # of an entry of a rank
 _ALL = "*"  # at the end of what is asked for: all entries whose names begin so
 _NAME = re.compile(r"[\w.-]{1,64}\*?")
 
 
 class StatusServer(ThreadingHTTPServer):
-    """The store in `dgcrun`: bounded in connections, in how long each may last, and in what it keeps.
-
-    A key that nobody guesses keeps strangers out.
+    """The store in `dgcrun`: a key that nobody guesses keeps strangers out, and who has it says little at once.
 
     Args:
         port: port to listen on; 0: one that the system chooses.
@@ -43,11 +37,8 @@ class StatusServer(ThreadingHTTPServer):
 
     def __init__(self, port: int = 0) -> None:
         self.key = f"dgc-{secrets.token_hex(16)}"
-        self.entries: dict[str, bytes] = {}
+        self.entries: dict[str, Any] = {}
         self.times: dict[str, float] = {}  # when a rank has put each there last
-        self.listing = threading.Lock()  # held while many entries are sent, which may be 128 MiB
-        self._open: dict[socket.socket, float] = {}  # since when, the oldest first
-        self._changed = threading.Condition()
         super().__init__(("", port), _Handler)
         threading.Thread(target=self.serve_forever, name="dgc-status", daemon=True).start()
 
@@ -67,13 +58,12 @@ class StatusServer(ThreadingHTTPServer):
 
     def get(self, key: str) -> Any:
         """The entry under `key`, None if there is none."""
-        data = self.entries.get(key)
-        return None if data is None else json.loads(data)
+        return self.entries.get(key)
 
     def get_all(self, prefix: str) -> dict[str, Any]:
         """The entries whose keys begin with `prefix`."""
-        found: dict[str, Any] = json.loads(self.beginning_with(prefix))
-        return found
+        found = self.entries.copy()  # other threads add to it
+        return {key: entry for key, entry in found.items() if key.startswith(prefix)}
 
     def silent_for(self, key: str) -> float:
         """Seconds since a rank last put something under `key`; infinity if none has."""
@@ -81,52 +71,12 @@ class StatusServer(ThreadingHTTPServer):
 
     def put(self, key: str, entry: Any) -> None:
         """Keep `entry`, of any size, under `key`, for ranks to read."""
-        with self._changed:
-            self.entries[key] = json.dumps(entry).encode()
+        self.entries[key] = entry
 
     def close(self) -> None:
         """Stop serving."""
         self.shutdown()
         self.server_close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._changed:
-            while len(self._open) >= _MOST_CONNECTIONS:  # new ones wait in the system's queue meanwhile
-                self._hang_up_on_those_older_than(_SECONDS_WHEN_FULL)
-                self._changed.wait_for(lambda: len(self._open) < _MOST_CONNECTIONS, _SECONDS_WHEN_FULL)
-            self._open[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._changed:
-            self._open.pop(request, None)
-            self._changed.notify()
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called at least every half second: a timeout of a socket alone would not end what comes byte by byte."""
-        with self._changed:
-            self._hang_up_on_those_older_than(_REQUEST_SECONDS)
-
-    def _hang_up_on_those_older_than(self, seconds: float) -> None:
-        late = time.monotonic() - seconds
-        for request in [request for request, since in self._open.items() if since < late]:
-            with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and takes it out of the list
-
-    def keep(self, name: str, data: bytes) -> bool:
-        """Keep an entry of a rank; returns whether there was room for it."""
-        with self._changed:
-            if name not in self.entries and len(self.entries) >= _MOST_ENTRIES:
-                return False
-            self.entries[name], self.times[name] = data, time.monotonic()
-            return True
-
-    def beginning_with(self, prefix: str) -> bytes:
-        """All entries whose names begin so: one JSON object."""
-        with self._changed:
-            found = [(name, data) for name, data in self.entries.items() if name.startswith(prefix)]
-        return b"{" + b", ".join(json.dumps(name).encode() + b": " + data for name, data in found) + b"}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a rank that hangs up asks again; the job's output is no place for it
@@ -136,25 +86,24 @@ class _Handler(BaseHTTPRequestHandler):
     server: StatusServer
     timeout = _REQUEST_SECONDS
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = io.BufferedReader(_AtMost(self.connection, _MOST_BYTES_OF_A_REQUEST))
-
     def do_GET(self) -> None:
-        name = self._name()
+        name, entries = self._name(), self.server.entries
         if name.endswith(_ALL):
-            with self.server.listing:
-                return self._answer(200, self.server.beginning_with(name[: -len(_ALL)]))
-        data = self.server.entries.get(name)
-        self._answer(404 if data is None else 200, data or b"")
+            return self._answer(200, self.server.get_all(name.removesuffix(_ALL)))
+        return self._answer(200, entries[name]) if name in entries else self._answer(404)
 
     def do_PUT(self) -> None:
-        name, length = self._name(), self.headers.get("Content-Length", "")
-        sized = length.isascii() and length.isdigit() and 0 < int(length) <= _MOST_BYTES
-        data = self.rfile.read(int(length)) if sized else b""
-        if not name or name.endswith(_ALL) or not _is_entry(data):  # or it is cut off
+        name = self._name()
+        try:
+            length = int(self.headers.get("Content-Length", 0))
+            entry = json.loads(self.rfile.read(length) if 0 < length <= _MOST_BYTES else b"")
+        except (ValueError, RecursionError):  # or it is cut off
+            name = ""
+        if not name or name.endswith(_ALL):
             return self._answer(400)
-        self._answer(200 if self.server.keep(name, data) else 507)
+        self.server.put(name, entry)
+        self.server.times[name] = time.monotonic()
+        self._answer(200)
 
     def _name(self) -> str:
         """What the request asks for; "" without the key."""
@@ -162,7 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         known = secrets.compare_digest(key.encode(), self.server.key.encode())
         return name if known and _NAME.fullmatch(name) else ""
 
-    def _answer(self, status: int, data: bytes = b"") -> None:
+    def _answer(self, status: int, entry: Any = None) -> None:
+        data = json.dumps(entry).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -170,31 +120,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass
-
-
-class _AtMost(io.RawIOBase):
-    """What a connection receives, up to so many bytes: headers alone could be megabytes."""
-
-    def __init__(self, connection: socket.socket, left: int) -> None:
-        self._connection, self._left = connection, left
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._connection.recv_into(memoryview(buffer)[: self._left])
-        self._left -= count
-        return count
-
-
-def _is_entry(data: bytes) -> bool:
-    """Whether it is JSON of one value, or of a list or an object of single values: ranks report nothing deeper."""
-    try:
-        entry = json.loads(data.decode())  # from bytes JSON would take UTF-16 too, which does not go with other entries
-    except (ValueError, RecursionError):
-        return False
-    parts = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
-    return not any(isinstance(part, (dict, list)) for part in parts)
 
 
 class StatusBoard:

@@ -216,11 +216,8 @@ def build_environment(work: Path, build: Build) -> dict[str, str]:
 
 
 def run_logged(command: list[str], environment: dict[str, str], log: Path) -> None:
-    """Run `command` with its output in `log`, and show how far ninja is; raise BuildFailed if it fails.
-
-    Progress is one line, rewritten on a terminal, every 10% elsewhere.
-    """
-    start, shown, on_terminal = time.monotonic(), -1, sys.stderr.isatty()
+    """Run `command` with its output in `log`, and tell every 10% how far ninja is; raise BuildFailed if it fails."""
+    start, shown = time.monotonic(), 0
     with (
         log.open("w") as sink,
         subprocess.Popen(
@@ -233,12 +230,9 @@ def run_logged(command: list[str], environment: dict[str, str], log: Path) -> No
             if not (match := re.match(r"\s*\[(\d+)/(\d+)\]", line)):
                 continue
             done, total = int(match[1]), int(match[2])
-            if on_terminal or done * 10 // total != shown:
-                shown, minutes = done * 10 // total, (time.monotonic() - start) / 60
-                text = f"  building Horovod: {done}/{total} files, {minutes:.1f} min "
-                print(text, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
-    if on_terminal:
-        print(file=sys.stderr)
+            if done * 10 // total != shown:
+                shown = done * 10 // total
+                tell(f"building Horovod: {done}/{total} files, {(time.monotonic() - start) / 60:.1f} min")
     if process.returncode:
         raise BuildFailed(f"Horovod did not build (exit {process.returncode}). Whole log: {log}\n{tail(log)}")
 
@@ -354,7 +348,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser(prog="build_horovod", description=description)
     parser.add_argument("--force", action="store_true", help="build and install even if a working Horovod is there")
-    parser.add_argument("--without-mpi", action="store_true", help="Gloo only; give --force too if Horovod has MPI")
     parser.add_argument("--cache", type=Path, help="folder of wheels (default: ~/.cache/dgc_horovod/wheels)")
     return parser.parse_args(arguments)
 
@@ -367,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not frameworks:
         tell("build_horovod: neither torch nor tensorflow is installed here; first, e.g., pip install torch==2.13.0")
         return 2
-    mpi = shutil.which("mpicxx") if shutil.which("mpirun") and not options.without_mpi else None
+    mpi = shutil.which("mpicxx") if shutil.which("mpirun") else None
     wanted = Build(frameworks, mpi, cuda=find_cuda())
     names = ", ".join(f"{name} {version}" for name, version in frameworks.items())
     if not wanted.cuda and Path("/dev/nvidiactl").exists():

@@ -118,8 +118,6 @@ def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
         hinder.append(
             "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
         )
-    if (cycle := environment.get("HOROVOD_CYCLE_TIME")) and not _is_near_one(cycle):
-        hinder.append(f"HOROVOD_CYCLE_TIME={cycle}: a message waits for the next cycle, by default one every 1 ms")
     findings = [Finding(NOTE, text, "unset it") for text in hinder]
     if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
         text = f"{envvars.ENABLED.name}={enabled}: no job is activated, whatever else is set"
@@ -127,13 +125,6 @@ def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
     if path := environment.get(envvars.CONFIG_FILE.name):
         findings.append(Finding(OK, f"{envvars.CONFIG_FILE.name}: every job takes settings from {path}"))
     return findings or [Finding(OK, "no variable hinders a compressed job")]
-
-
-def _is_near_one(cycle: str) -> bool:
-    try:
-        return 0.25 <= float(cycle) <= 4
-    except ValueError:
-        return False
 
 
 def judge_horovod(facts: Facts) -> list[Finding]:

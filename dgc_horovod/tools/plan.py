@@ -1,6 +1,6 @@
 """``dgcrun --plan``: the cost of a step by every method on 2 to 1,024 workers, and the method to take.
 
-What it is made from is here: the flags, the shapes of a model, the seconds that this machine needs for compression.
+What it is made from is here: the flags, the size of a model, the seconds that this machine needs for compression.
 `plan_table` makes the table.
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +27,6 @@ from dgc_horovod.errors import ConfigError, shown
 from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
-from dgc_horovod.launch import hosts
-from dgc_horovod.launch.child import MARK, ask
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import Cluster, Link, Machine
 from dgc_horovod.planning.trial import fitted, is_too_short
@@ -44,38 +40,12 @@ _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
 _MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
-_SECONDS = 300  # in which a function has made a model
-_CODE = f"""
-import importlib, importlib.util, json, operator, os, sys
-module, name = sys.argv[1].rsplit(":", 1)
-is_file = module.endswith(".py")
-sys.path.insert(0, os.path.dirname(os.path.abspath(module)) if is_file else "")  # as python FILE and python -m have it
-if is_file:
-    spec = importlib.util.spec_from_file_location("planned_model", module)
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules["planned_model"] = loaded
-    spec.loader.exec_module(loaded)
-else:
-    loaded = importlib.import_module(module)
-def whole(name, size):
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise TypeError(f"the shape of {{name!r}} has the size {{size!r}}; sizes must be whole numbers")
-    return operator.index(size)
-made = getattr(loaded, name)()
-if hasattr(made, "named_parameters"):
-    shapes = [(name, each.shape) for name, each in made.named_parameters() if each.requires_grad]
-elif hasattr(made, "trainable_variables"):
-    shapes = [(each.path, each.shape) for each in made.trainable_variables]
-else:
-    shapes = made.items() if hasattr(made, "items") else made
-print({MARK!r} + json.dumps([[str(name), [whole(name, size) for size in shape]] for name, shape in shapes]))
-"""
 _MEASURED_ELEMENTS, _WARM_UP_STEPS, _STEPS, _DECODES, _DIFFERENT_PACKETS = 16 * 2**20, 10, 7, 5, 4
 _FEW, _MANY = 2, 32  # workers whose packets are decoded
 
 
 def run(args: Namespace, job: Job) -> int:
-    """Print the plan, and draw it if a file is named; returns 0.
+    """Print the plan; returns 0.
 
     Args:
         args: Horovod's parsed arguments, with ours.
@@ -84,33 +54,23 @@ def run(args: Namespace, job: Job) -> int:
     Raises:
         ConfigError: something is missing or wrong.
     """
-    if not (args.step_ms and args.link_gbps and bool(args.model_size) != bool(args.model)):
-        raise ConfigError(f"--plan needs --step-ms, --link-gbps, and --model-size or --model, e.g. {_EXAMPLE}")
-    if args.plot:
-        plan_table.check_file(Path(args.plot))
+    if not (args.step_ms and args.link_gbps and args.model_size):
+        raise ConfigError(f"--plan needs --step-ms, --link-gbps and --model-size, e.g. {_EXAMPLE}")
     config = _priced(job)
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
     computing, cluster = _number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
-    if args.model:
-        specs = shapes_of(args.model, hosts.interpreter_of(args.command) or sys.executable)
-    else:
-        specs = tensors(parse_size(args.model_size), config)
-    elements = sum(spec.numel for spec in specs)
+    elements = parse_size(args.model_size)
     machine = Machine(computing).over_gloo() if args.use_gloo else Machine(computing)
     machine = measured(machine, elements, config)
-    found = table(specs, config, cluster, machine)
+    found = table(tensors(elements, config), config, cluster, machine)
     if not found:
         raise ConfigError(
             f"a plan is for two nodes or more and for at most {MOST_WORKERS:,} workers, which two nodes of "
             f"{cluster.node_size} are beyond; --workers-per-node may be at most {MOST_WORKERS // 2}"
         )
-    title = plan_table.head(elements, computing, config, cluster)
-    notes = [*plan_table.beyond(found, config), *_notes(machine, elements)]
-    told = [title, *plan_table.budget_of(config)]
+    notes = _notes(machine, elements)
+    told = [plan_table.head(elements, computing, config, cluster), *plan_table.budget_of(config)]
     print("\n".join([*told, "", *plan_table.verdicts(found), "", plan_table.text(found, config), "", *notes]))
-    if args.plot:
-        plan_table.draw(found, title, Path(args.plot))
-        print(f"drawn: {args.plot}")
     return 0
 
 
@@ -157,7 +117,7 @@ def _cluster(args: Namespace, config: DGCConfig) -> Cluster:
 
 
 def _node_size(args: Namespace, config: DGCConfig) -> int:
-    """Return the workers behind a card: --workers-per-node, or those of each host if equal; else node_size, or 1.
+    """Return the workers behind a card: --workers-per-node, else node_size, or 1.
 
     Args:
         args: Horovod's parsed arguments, with ours.
@@ -166,25 +126,17 @@ def _node_size(args: Namespace, config: DGCConfig) -> int:
     Raises:
         ConfigError: there is no such number, or a node would be only a part of a host.
     """
-    nodes = config.node_size if config.may_use_nodes else None
-    host = _workers_a_host(args)
-    if host is not None and nodes not in (None, host):
+    given, nodes = args.workers_per_node, config.node_size if config.may_use_nodes else None
+    if not given:
+        return nodes or 1
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", given, re.ASCII):
+        raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {shown(given)}")
+    if nodes not in (None, int(given)):
         raise ConfigError(
-            f"node_size is {nodes}, and a host has {host} workers; a node is priced as all workers of a host, so leave "
-            "one of the two out"
+            f"node_size is {nodes}, and a host has {given} workers; a node is priced as all workers of a host, so "
+            "leave one of the two out"
         )
-    return next((size for size in (host, nodes) if size is not None), 1)
-
-
-def _workers_a_host(args: Namespace) -> int | None:
-    if args.workers_per_node:
-        if not re.fullmatch(r"0*[1-9]\d{0,8}", args.workers_per_node, re.ASCII):
-            raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {shown(args.workers_per_node)}")
-        return int(args.workers_per_node)
-    slots = set(hosts.sizes_of(args.hosts or ""))
-    if len(slots) > 1:
-        raise ConfigError(f"the hosts {args.hosts} have different numbers of workers; give --workers-per-node instead")
-    return slots.pop() if slots else None
+    return int(given)
 
 
 def _notes(machine: Machine, elements: int) -> list[str]:
@@ -197,7 +149,7 @@ def _notes(machine: Machine, elements: int) -> list[str]:
     ]
 
 
-# -- the shapes of a model
+# -- the size of a model
 
 
 def parse_size(text: str) -> int:
@@ -217,7 +169,7 @@ def parse_size(text: str) -> int:
 
 
 def tensors(elements: int, config: DGCConfig) -> list[TensorSpec]:
-    """Return shapes for a model of which only the size is known: square matrices, and one vector.
+    """Return shapes that stand for a model, of which only the size is known: square matrices, and one vector.
 
     Args:
         elements: number of elements of the model, n >= 1.
@@ -235,36 +187,6 @@ def tensors(elements: int, config: DGCConfig) -> list[TensorSpec]:
 def _nearly_square(numel: int) -> tuple[int, int]:
     rows = next(rows for rows in range(int(numel**0.5), 0, -1) if numel % rows == 0)
     return rows, numel // rows
-
-
-def shapes_of(target: str, interpreter: str = sys.executable) -> Sequence[TensorSpec]:
-    """Return the tensors of a model, in its order.
-
-    Args:
-        target: ``module:function`` or ``file.py:function``; the function, without arguments, returns a torch module, a
-            Keras model that is built, or (name, shape) of every tensor.
-        interpreter: Python that runs it.
-
-    Raises:
-        ConfigError: there is no such function, it fails, or it returns no model.
-    """
-    if not all(target.rpartition(":")):
-        raise ConfigError(f"--model must be module:function or file.py:function, got {target!r}")
-    found, problem = ask([interpreter, "-c", _CODE, target], _SECONDS)
-    if found is None:
-        raise ConfigError(
-            f"--model {target}: {problem}; it must return a torch module, a built Keras model, or (name, shape) pairs"
-        )
-    for name, shape in found:
-        if min(shape, default=0) < 0:
-            raise ConfigError(f"--model {target}: the shape of {name!r} is {tuple(shape)}; sizes must be at least 0")
-    elements = sum(math.prod(shape) for _, shape in found)
-    if not 1 <= elements <= _MOST_ELEMENTS:
-        raise ConfigError(
-            f"--model {target}: there must be from 1 to {_MOST_ELEMENTS // 10**9}B elements to train in it, got "
-            f"{elements if elements < 10**99 else 'more than 1e99'}"
-        )
-    return [TensorSpec(name, tuple(shape)) for name, shape in found]
 
 
 # -- the seconds of this machine

@@ -1,21 +1,17 @@
-"""The plan over the number of workers: the best method for each, as text and as a plot."""
+"""The plan over the number of workers: the best method for each, as text."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
-from dgc_horovod import files
 from dgc_horovod.config import HIERARCHICAL, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.budget import LEAST_DENSITY
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.planning.cluster import Cluster, Machine
-from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, POWER_SGD, Cost, cost
+from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, Cost, cost
+from dgc_horovod.stats import size
 
 MOST_WORKERS = 1024
 _WORTH = 1.1  # least speed over dense and fp16 at which compression is advised
@@ -72,8 +68,6 @@ _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("memory of a worker beside weights and gradients, MB", lambda each: each.memory_bytes / 1e6),
 )
 _DENSITY: tuple[str, Callable[[Cost], float]] = ("density, within the budget", lambda each: each.density)
-_COLOURS = ("#444444", "#999999", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#d55e00")  # of METHODS
-_DASHES = {DENSE: "--", FP16: "--", POWER_SGD: ":"}
 
 
 def verdicts(found: Table) -> list[str]:
@@ -114,101 +108,18 @@ def _cell(cost: Cost, value: Callable[[Cost], float], chosen: bool) -> str:
 
 
 def budget_of(config: DGCConfig) -> list[str]:
-    """Return a line on the budget, if there is one."""
+    """Return lines on the budget, if there is one."""
     if config.max_bytes_per_step is None:
         return []
-    return [f"budget: {size(config.max_bytes_per_step)} a step into a network card; the last table has the densities"]
-
-
-def beyond(found: Table, config: DGCConfig) -> list[str]:
-    """Return lines on the cases in which a card gets more bytes than the budget of `config`."""
-    budget, lines = config.max_bytes_per_step, []
-    if budget is None:
-        return []
-    for name in EXCHANGES:
-        where = [f"{n:,}" for n, costs in found.items() if name in costs and costs[name].card_bytes > budget]
-        if where:
-            lines.append(f"  {name}: N = {', '.join(where)}")
-    why = [
-        f"A network card gets more than its budget of {size(budget)}: small tensors are sent dense, the lowest density",
-        f"is {LEAST_DENSITY:g}, and sharded workers that share a card without being a node have a budget each.",
+    return [
+        f"budget: {size(config.max_bytes_per_step)} a step into a network card; the last table has the densities.",
+        f"A card may get more: small tensors are sent dense, the lowest density is {LEAST_DENSITY:g}, and sharded",
+        "workers that share a card without being a node have a budget each.",
     ]
-    return [*why, *lines] if lines else []
 
 
 def _shown(number: float) -> str:
     return f"{number:,.0f}" if 10 <= number < 1e10 else f"{number:.2g}"
-
-
-def _figure(**given: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
-    return Figure(**given)
-
-
-def check_file(file: Path) -> None:
-    """Check that a plan can be drawn to this file, before it is made.
-
-    Raises:
-        ConfigError: there is no matplotlib, no form of that ending, or no such folder.
-    """
-    forms = _figure().canvas.get_supported_filetypes()
-    if file.suffix.removeprefix(".").lower() not in forms:
-        raise ConfigError(f"--plot {file}: the ending decides on the form, one of {', '.join(forms)}; e.g. plan.svg")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {file}: there is no such folder")
-    if problem := files.problem_with(file):
-        raise ConfigError(f"--plot {file} cannot be written: {problem}")
-
-
-def draw(found: Table, title: str, file: Path) -> None:
-    """Draw efficiency, time of a step and bytes over N.
-
-    Args:
-        found: costs by number of workers.
-        title: title of the plot.
-        file: file to write; the ending decides on the form.
-
-    Raises:
-        ConfigError: there is no matplotlib, or the file cannot be written.
-    """
-    figure = _figure(figsize=(12.6, 4.2), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for (name, value), axis in zip((_BLOCKS[1], _BLOCKS[0], _BLOCKS[2]), axes, strict=True):
-        _panel(axis, found, name, value, logarithmic=value is not _BLOCKS[1][1])
-    figure.suptitle(title, fontsize=11)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False, fontsize=9)
-    try:
-        written = io.BytesIO()
-        figure.savefig(written, format=file.suffix.removeprefix("."))
-        files.write(file, written.getvalue())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {file}: {error}") from None
-
-
-def _panel(axis: Any, found: Table, name: str, value: Callable[[Cost], float], logarithmic: bool) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    for method, colour in zip(METHODS, _COLOURS, strict=True):
-        points = [(n, value(costs[method])) for n, costs in found.items() if method in costs]
-        if points:
-            style: dict[str, Any] = {"color": colour, "linestyle": _DASHES.get(method, "-"), "label": method}
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(found), [f"{n:,}" for n in found], fontsize=8)
-    axis.minorticks_off()
-    if logarithmic:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
-        axis.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axis.set_ylim(0, 100)
-    axis.set_xlabel("workers, N")
-    axis.set_title(name, fontsize=10)
-    axis.grid(alpha=0.3)
 
 
 def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -> str:
@@ -216,17 +127,4 @@ def head(elements: int, computing: float, config: DGCConfig, cluster: Cluster) -
     card, workers = cluster.card, f"{cluster.node_size} worker{'s' * (cluster.node_size > 1)}"
     link = f"{workers} a card of {card.bits / 1e9:.3g} Gbit/s, {1e3 * card.latency:g} ms"
     density = f"density {'' if config.max_bytes_per_step is None else 'up to '}{config.density:g}"
-    return f"{elements / 1e6:,.4g} M elements, {duration(computing)} of computing a step, {density}, {link}"
-
-
-def duration(seconds: float) -> str:
-    """``0.0123`` -> "12.3 ms"."""
-    if seconds >= 10:
-        return f"{seconds:,.1f} s"
-    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.02 else f"{1e3 * seconds:.1f} ms"
-
-
-def size(nbytes: float) -> str:
-    """``1500000`` -> "1.5 MB"."""
-    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= u), (10**3, "kB"))
-    return f"{nbytes / unit:,.1f} {name}"
+    return f"{elements / 1e6:,.4g} M elements, {1e3 * computing:,.4g} ms of computing a step, {density}, {link}"

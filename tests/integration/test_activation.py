@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -208,26 +207,3 @@ import sys
 print(sys.other, sum(getattr(finder, "is_dgc_hook", False) for finder in sys.meta_path))
 """
     assert python(code, PYTHONPATH=os.pathsep.join([str(site), FOLDER, str(tmp_path)])) == ["True 1"]
-
-
-def test_a_full_store_keeps_no_exit_code_back(tmp_path):
-    """Whoever has the key had filled it, so that nobody heard of what rank 0 says at the end: exit code 1."""
-    script = """
-import horovod.torch as hvd
-from dgc_horovod import envvars
-from dgc_horovod.launch.status_server import StatusBoard
-hvd.init()
-board = StatusBoard([envvars.desk_address()])
-for i in range(20):
-    try: board._stores[0]._ask(board._stores[0]._places[0], f"x{i}", b"1")
-    except OSError: print("full")
-"""
-    dgcrun = (
-        "import sys; from dgc_horovod.launch import cli, status_server; status_server._MOST_ENTRIES = 8; "
-        "sys.exit(cli.main(sys.argv[1:]))"
-    )
-    metrics = tmp_path / "m.jsonl"
-    words = ["--gloo", "-np", "1", "--dgc", f"--dgc-metrics-file={metrics}", sys.executable, "-c", script]
-    finished = run([sys.executable, "-c", dgcrun, *words], 100)
-    assert finished.code == 3 and "full" in finished.output and "NOT ACTIVE" in finished.output, finished.output
-    assert json.loads(metrics.read_text().splitlines()[-1])["final"] is True

@@ -109,8 +109,7 @@ REFUSED: dict[str, Way] = {
                     "--config-file", "--host-discovery-script", "-np")
        for start in (FAR_JOB[2:], [*DOCTOR, *FAR_JOB[3:]])},
     **{flag: of_flag(flag, *DOCTOR) for flag in flags.PLAN},
-    **{f"--plan {flag}": of_flag(flag, *PLAN, *([] if flag == "--model" else ["--model-size", "25.6M"]))
-       for flag in flags.PLAN if flag != "--plot"},
+    **{f"--plan {flag}": of_flag(flag, *PLAN, "--model-size", "25.6M") for flag in flags.PLAN},
     **{flag: of_flag(flag, "-np", "1")
        for flag in ("--fusion-threshold-mb", "--cycle-time-ms", "--start-timeout", "--min-np", "--slots-per-host")},
     "path of Python": of_path, "folder": of_folder, "LSF": of_allocation,

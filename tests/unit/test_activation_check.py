@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 
-import psutil
 import pytest
 
 from dgc_horovod import envvars, recording
@@ -200,12 +199,12 @@ def ask(server, method: str, path: str, body: bytes = b"") -> int:
 
 
 @contextlib.contextmanager
-def knocking(server, count: int = 1, words: bytes = b"GET / HTTP/1.1\r\n"):
+def knocking(server, count: int):
     """Connections that begin a request; no answer is read."""
     with contextlib.ExitStack() as opened:
         made = [opened.enter_context(socket.create_connection(("127.0.0.1", server.port), 10)) for _ in range(count)]
         for connection in made:
-            connection.sendall(words)
+            connection.sendall(b"GET / HTTP/1.1\r\n")
         yield made
 
 
@@ -218,51 +217,21 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def test_a_request_that_comes_byte_by_byte_has_a_deadline(server, monkeypatch):
-    monkeypatch.setattr(desk_module, "_REQUEST_SECONDS", 1.0)
-    begin = time.monotonic()
-    with knocking(server) as (connection,), contextlib.suppress(OSError):
-        while time.monotonic() < begin + 10:  # each byte is in time for itself
-            connection.sendall(b"x")
-            time.sleep(0.1)
-    assert 0.9 < time.monotonic() - begin < 5
-
-
 def test_strangers_who_hold_connections_open_keep_nobody_out(server, board, monkeypatch):
-    monkeypatch.setattr(desk_module, "_MOST_CONNECTIONS", 8)
-    before = threading.active_count()
+    monkeypatch.setattr(desk_module._Handler, "timeout", 1.0)
     with knocking(server, 40) as strangers:
         board.put("key", 1)
-        assert server.get("key") == 1 and threading.active_count() <= before + 2 * 8
+        assert server.get("key") == 1
         assert all(hung_up(connection) for connection in strangers)
 
 
-def test_what_is_kept_is_bounded(server, monkeypatch):
-    """In number, name and content, even for those who have the key."""
-    monkeypatch.setattr(desk_module, "_MOST_ENTRIES", 3)
-    assert [ask(server, "PUT", f"/{server.key}/{name}", b"1") for name in "abcda"] == [200, 200, 200, 507, 200]
-    deep = [b"[[1]]", b'{"a": {}}', b"[" * 900 + b"]" * 900]  # which whoever reads all entries could not read
-    others = [
-        *('"x"'.encode(name) for name in ("utf-16", "utf-16-le", "utf-32")),
-        b"\xef\xbb\xbf1",
-        b'"\xff"',
-    ]  # nor these
-    cases = [("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), *(("a", each) for each in deep + others)]
+def test_what_is_no_entry_is_not_kept(server):
+    """In name and content, even for those who have the key."""
+    assert ask(server, "PUT", f"/{server.key}/a", b"1") == 200
+    cases = [("a" * 65, b"1"), ("a/b", b"1"), ("", b"1"), ("a", b"[1"), ("a", b'"\xff"'), ("a*", b"1")]
     for name, body in cases:
         assert ask(server, "PUT", f"/{server.key}/{name}", body) == 400
-    assert server.get("a") == 1 and server.get_all("") == {"a": 1, "b": 1, "c": 1}
-
-
-def test_readers_of_all_entries_wait_for_each_other(server, board):
-    """Each had a copy of up to 128 MiB, for as long as it did not read it."""
-    for number in range(40):
-        server.put(f"own{number}", "x" * 2**20)
-    before = psutil.Process().memory_info().rss
-    with knocking(server, 12, f"GET /{server.key}/own* HTTP/1.0\r\n\r\n".encode()):
-        time.sleep(1)
-        assert ask(server, "PUT", f"/{server.key}/a", b"1") == 200  # meanwhile
-        assert psutil.Process().memory_info().rss - before < 4 * 40 * 2**20
-    assert len(board.get_all("own")) == 40
+    assert server.get_all("") == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -277,17 +246,6 @@ def test_a_place_that_no_machine_can_have_is_out_of_reach(monkeypatch, place, ke
         StatusBoard([f"{key}@{place}"]).get("a")
 
 
-def test_a_request_of_endless_headers_is_cut_off(server):
-    with knocking(server) as (connection,):
-        sent = 0
-        with contextlib.suppress(OSError):
-            for _ in range(90):
-                connection.sendall(b"x: " + b"y" * 60_000 + b"\r\n")
-                sent += 1
-        assert sent < 90 or hung_up(connection)
-    assert not server.heard_of
-
-
 @pytest.mark.parametrize(
     ("command", "python"),
     [
@@ -297,29 +255,13 @@ def test_a_request_of_endless_headers_is_cut_off(server):
         (["numactl", "-N", "0", "python3.13t", "x.py"], "python3.13t"),
         (["bash", "-c", "python x.py"], None),
         (["bash", "run.sh", "python"], None),
+        (["./train", "python", "train.py"], None),
         (["nothing-like-it"], None),
         ([], None),
     ],
 )
 def test_the_python_of_a_command(command, python):
     assert hosts.interpreter_of(command) == python
-
-
-@pytest.mark.parametrize(
-    ("first", "python"),
-    [
-        ("#!/usr/bin/env -S python3 -u", "python3"),
-        ("#!/b/bin/python -u", "/b/bin/python"),
-        ("#!/bin/sh", None),
-        ("\x7fELF", None),
-    ],
-)
-def test_the_python_of_a_script(tmp_path, first, python):
-    script = tmp_path / "train"
-    script.write_text(first + "\n")
-    assert hosts.interpreter_of([str(script), "--lr", "1"]) == python
-    # it may run that one in another environment
-    assert hosts.interpreter_of([str(script), "python", "train.py"]) is None
 
 
 def test_all_entries_of_a_kind_are_read_at_once(server, board):

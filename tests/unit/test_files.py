@@ -16,10 +16,9 @@ import pytest
 
 from dgc_horovod import files, recording
 from dgc_horovod.errors import CheckpointError, ConfigError
-from dgc_horovod.launch import config_file, hosts, launcher
+from dgc_horovod.launch import config_file, launcher
 from dgc_horovod.recording import JsonLines
 from dgc_horovod.state import checkpoint
-from dgc_horovod.tools import plan_table
 from dgc_horovod.tools.report import command, figures
 from tests.helpers.saved import Alone
 
@@ -59,8 +58,6 @@ USES = {
     "page unchecked": lambda path: files.write(path, b"x"),
     "config file": config_file.read,
     "hostfile": lambda path: launcher._hosts(Namespace(hosts=None, hostfile=path)),
-    "command": lambda path: hosts.interpreter_of([path]),
-    "plot": lambda path: plan_table.draw({}, "title", Path(path)),
     "checkpoint to save": save,
     "checkpoint to load": lambda path: checkpoint.load(path, Alone(), None, True),
     "manifest": lambda path: checkpoint._check_own(_with_manifest(path), "holds"),

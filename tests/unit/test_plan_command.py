@@ -1,25 +1,21 @@
-"""``dgcrun --plan``: what it prints and draws, and what it refuses in words."""
+"""``dgcrun --plan``: what it prints, and what it refuses in words."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import cli, flags
 from dgc_horovod.planning.cost_model import Cost
 from dgc_horovod.tools import plan_table
-from dgc_horovod.tools.plan import shapes_of
 
 PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"]
 
 
 def test_a_plan_says_what_to_take_and_from_how_many_workers_on(capsys):
-    assert cli.run([*PLAN, "-H", "a:8,b:8"]) == 0
+    assert cli.run([*PLAN, "--workers-per-node", "8"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("0.3 M elements, 5.0 ms of computing a step, density 0.001, 8 workers a card of 0.1 Gbit/s")
+    assert said.startswith("0.3 M elements, 5 ms of computing a step, density 0.001, 8 workers a card of 0.1 Gbit/s")
     verdicts = [line for line in said.splitlines() if line.startswith("N = ")]
     assert verdicts[0].startswith(("N = 16:", "N = 16 to ")) and verdicts[-1].split(":")[0].endswith("1,024")
     # one star in each row of four tables, the method to take
@@ -28,10 +24,9 @@ def test_a_plan_says_what_to_take_and_from_how_many_workers_on(capsys):
     assert max(map(len, said.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("words", [["--workers-per-node", "6"], ["-H", "a:6,b:6"]])
-def test_nodes_of_any_size_are_planned(words, capsys):
+def test_nodes_of_any_size_are_planned(capsys):
     """Not powers of two only: two nodes of them, four, and so on."""
-    assert cli.run([*PLAN, *words]) == 0
+    assert cli.run([*PLAN, "--workers-per-node", "6"]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert [row for row in rows if row != "N"] == 4 * ["12", "24", "48", "96", "192", "384", "768"]
 
@@ -67,16 +62,6 @@ def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
     assert plan_table.verdicts(found) == [line]
 
 
-def test_a_plan_is_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.svg"
-    assert cli.run([*PLAN, "--plot", str(file)]) == 0
-    assert "<svg" in file.read_text() and f"drawn: {file}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"--plot .*: "):
-        cli.run([*PLAN, "--plot", str(tmp_path / "plan.nothing")])
-    assert capsys.readouterr().out == "", "it is refused before anything is measured"
-
-
 @pytest.mark.parametrize("flag", [flag for told, _ in flags.TOLD for flag in told])
 def test_an_empty_value_is_refused(flag):
     """It had switched off what was asked for."""
@@ -86,11 +71,11 @@ def test_an_empty_value_is_refused(flag):
 
 
 def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
-    """The density that was asked for had been shown, and a budget that cannot be kept to went unsaid."""
+    """The density that was asked for had been shown."""
     assert cli.run([*PLAN, "--dgc-budget", "4kB"]) == 0
     said = capsys.readouterr().out
     first, second, *_ = said.splitlines()
-    assert "density up to 0.001," in first and second.startswith("budget: 4.0 kB a step into a network card")
+    assert "density up to 0.001," in first and second.startswith("budget: 4 kB a step into a network card")
     columns, *rows = [
         line.replace("*", " ").split()
         for line in said.split("density, within the budget\n")[1].split("\n\n")[0].splitlines()
@@ -98,43 +83,13 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
     assert columns == ["N", "dense", "fp16", "PowerSGD", "flat", "sharded"] and rows[0][0] == "2"
     densities = [float(row[1]) for row in rows]
     assert densities == sorted(densities, reverse=True) and densities[0] > densities[-1] == 0.0001
-    assert "A network card gets more than its budget of 4.0 kB" in said and re.search(r"  flat: N = .*, 1,024\n", said)
     assert max(map(len, said.splitlines())) <= 120
-
-
-def model(tmp_path, text: str, **files: str) -> str:
-    """The target of a function `make` in a file in a folder of its own."""
-    for name, content in {"train": text, **files}.items():
-        path = tmp_path / "sub" / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
-    return f"{tmp_path / 'sub' / 'train.py'}:make"
-
-
-def test_a_model_finds_what_lies_beside_its_file_and_may_print(tmp_path):
-    text = "import beside\ndef make():\n    print('building', end='')\n    return [('w', beside.SHAPE)]"
-    assert shapes_of(model(tmp_path, text, beside="SHAPE = (30, 10)")) == [TensorSpec("w", (30, 10))]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "said"),
-    [
-        *((shapes, r"(from 1 to 1000B elements|must return)") for shapes in (
-            "(2**62, 2**62)", "(10**4000, 10**4000)", "(10**12, 2)", "(0, 5)", "(10**9999,)")),
-        *((f"({size}, 3)", f"the shape of 'w' has the size {size}; sizes must be whole numbers") for size in (
-            "2.5", "True", "'4'")),  # they had been cut off
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_is_refused(tmp_path, shapes, said):
-    with pytest.raises(ConfigError, match=said):
-        shapes_of(model(tmp_path, f"def make():\n    return [('w', {shapes})]"))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--plan"], "--plan needs --step-ms"),
-        ([*PLAN, "--model", "a:b"], "--model-size or --model"),
         ([*PLAN, "--latency-ms", "soon"], r"--latency-ms must be a number from 0 to 1e\+09, got 'soon'"),
         ([*PLAN, "--latency-ms", "-1"], "--latency-ms must be a number from 0 "),
         ([*PLAN, "--step-ms", "inf"], r"--step-ms must be a number from 1e-09 to 1e\+09, got 'inf'"),
@@ -144,13 +99,9 @@ def test_a_model_that_cannot_be_is_refused(tmp_path, shapes, said):
         ([*PLAN, "--model-size", "1001B"], "from 1 to 1000B, .* got '1001B'"),
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
         ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
-        ([*PLAN, "-H", "a:2,b:4"], "a:2,b:4 have different numbers of workers; give --workers-per-node instead"),
+        ([*PLAN, "-H", "a:8,b:8"], "--plan needs no hosts; give the workers of one by --workers-per-node"),
         (
-            [*PLAN, "-H", "a:8,b:8", "--workers-per-node", "4"],
-            "--workers-per-node and -H both say .*; give one of them",
-        ),
-        (
-            [*PLAN, "-H", "a:8,b:8", "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"],
+            [*PLAN, "--workers-per-node", "8", "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"],
             "node_size is 4, and a host has 8 workers",
         ),
         ([*PLAN, "--step-ms", "1_0"], "--step-ms must be a number from 1e-09 .* got '1_0'"),
@@ -167,9 +118,6 @@ def test_a_model_that_cannot_be_is_refused(tmp_path, shapes, said):
             [*PLAN, "--compression", "auto", "--dgc-total-steps", "1000"],
             "uncompressed exchange in a run of 1,000 steps",
         ),
-        ([*PLAN, "--plot", "plan"], r"--plot plan: the ending decides on the form, .* svg,"),
-        ([*PLAN, "--plot", "/no/such/plan.svg"], "no such folder"),
-        (["-np", "2", "--plot", "x.svg", "true"], "--plot goes with --plan; leave it out of a job"),
         (["-np", "2", "--step-ms", "1", "true"], "--step-ms goes with --plan; leave it out of a job"),
         (
             ["--show-config", "--model-size", "junk"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +29,7 @@ from dgc_horovod.planning.cost_model import (
     power_sgd_elements,
     traffic_of,
 )
-from dgc_horovod.tools.plan import measured, shapes_of, tensors
+from dgc_horovod.tools.plan import measured, tensors
 from dgc_horovod.tools.plan_table import best, ranges, table
 from tests.helpers import simulated_links
 from tests.helpers.data import as_array
@@ -207,31 +206,3 @@ def test_a_plan_of_many_buckets_is_the_sum_of_all(method):
     once = formulas.waiting(whole.depth, cluster)
     parts = sum(each.seconds(cluster, MACHINE) - formulas.waiting(each.depth, cluster) for each in apart)
     assert whole.seconds(cluster, MACHINE) == pytest.approx(once + parts)
-
-
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        ("[]", "there must be from 1 to 1000B elements to train in it, got 0"),
-        ("[('w', (0, 3))]", "there must be from 1 to 1000B elements to train in it, got 0"),
-        ("[('w', (-3, 4))]", r"the shape of 'w' is \(-3, 4\); sizes must be at least 0"),
-    ],
-)
-def test_shapes_of_a_function(tmp_path, made, said):
-    file = tmp_path / "mine.py"
-    file.write_text(f"def make():\n    return [('w', (3, 4)), ('b', (3,))]\ndef wrong():\n    return {made}")
-    assert shapes_of(f"{file}:make") == [TensorSpec("w", (3, 4)), TensorSpec("b", (3,))]
-    for target, words in ((f"{file}:wrong", said), (f"{file}:absent", "absent"), ("mine", "module:function")):
-        with pytest.raises(ConfigError, match=words):
-            shapes_of(target, sys.executable)
-
-
-def test_shapes_of_a_torch_module():
-    pytest.importorskip("torch")
-    assert shapes_of(f"{__file__}:linear") == [TensorSpec("weight", (2, 3)), TensorSpec("bias", (2,))]
-
-
-def linear():
-    import torch
-
-    return torch.nn.Linear(3, 2)

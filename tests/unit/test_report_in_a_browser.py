@@ -35,12 +35,11 @@ for (const width of [400, 1600]) {
     const inside = frame.contentDocument, texts = [];
     for (const element of inside.querySelectorAll("main *")) {
       const text = [...element.childNodes].filter(node => node.nodeType == 3).map(node => node.data.trim()).join("");
-      const style = getComputedStyle(element), drawn = element.tagName == "text" || element.closest("text");
-      if (text) texts.push([text.slice(0, 40), drawn ? style.fill : style.color, background(element)]);
+      if (text) texts.push([text.slice(0, 40), getComputedStyle(element).color, background(element)]);
     }
-    const lowest = Math.min(...[...inside.querySelectorAll("figure svg")].map(svg => svg.clientWidth));
-    found.push({width, needs: inside.documentElement.scrollWidth, texts, lowest,
-                plots: inside.querySelectorAll("figure svg").length});
+    const drawn = [...inside.querySelectorAll("figure img")].filter(image => image.naturalWidth);
+    const lowest = Math.min(...drawn.map(image => image.clientWidth));
+    found.push({width, needs: inside.documentElement.scrollWidth, texts, lowest, plots: drawn.length});
     if (found.length == 2) document.body.innerHTML = "<pre>" + JSON.stringify(found).replace(/</g, "&lt;") + "</pre>";
   };
   document.body.append(frame);

@@ -116,15 +116,8 @@ def check(page: str, metrics: str) -> None:
     path = Path(page).absolute()
     if path.suffix == _LINES or (metrics and path.resolve() == Path(metrics).resolve()):
         raise ConfigError(f"{page!r} is the name of a metrics file, which the page would overwrite; {_EXAMPLE}")
-    try:
-        if path.is_dir():
-            raise ConfigError(f"{page!r} is a folder; {_EXAMPLE} in it")
-        if not path.parent.is_dir():
-            raise ConfigError(f"{page!r}: there is no such folder; make it, or {_EXAMPLE}")
-        problem = files.problem_with(path)
-        if not (problem or path.exists() or os.access(path.parent, os.W_OK)):
-            problem = "permission denied"
-    except OSError as error:  # a name that is too long, say
-        problem = str(error.strerror)
+    problem = files.problem_with(path)
+    if not (problem or path.exists() or os.access(path.parent, os.W_OK)):
+        problem = "there is no such folder, or no permission to write in it"
     if problem:
         raise ConfigError(f"{page!r} cannot be written: {problem}")

@@ -44,7 +44,7 @@ class Run:
 
     @property
     def job(self) -> str:
-        """The id of the job; "" for records of earlier versions."""
+        """The id of the job; "" for records without one."""
         return str(self.last.get("id") or self.description.get("id", ""))
 
     @property
@@ -133,9 +133,7 @@ def read(path: str) -> list[Run]:
     return runs
 
 
-_MOST_STOCK = 0.1  # largest share of stock steps at which the mean is one of compressed steps
 _SPACE = "\u00a0"  # a space without a line break
-LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10}  # in bits a second
 
 
 class Times(NamedTuple):
@@ -150,15 +148,6 @@ class Times(NamedTuple):
     def compute(self) -> float:
         """Forward, backward, data, evaluation, the optimizer's own step."""
         return max(0.0, self.step - self.compress - self.decode - self.wait)
-
-
-class Saved(NamedTuple):
-    """A step over a link: seconds of dense exchanges, and the seconds that the measured one saves."""
-
-    link: str
-    fp32: float
-    fp16: float
-    saved: float  # against fp32; below 0: lost
 
 
 def times(now: Record, before: Record | None = None) -> Times | None:
@@ -185,22 +174,6 @@ def series(run: Run) -> dict[int, list[tuple[float, Times]]]:
                 found.setdefault(rank, []).append((number(told, "timed_steps") + 1, between))
                 before[rank] = told
     return found
-
-
-def saved(run: Run) -> list[Saved]:
-    """Return the gain of a step over links of several rates.
-
-    The dense exchange is assumed to run at the full rate of the link, with no part hidden behind the backward pass. The
-    measured one is compression, decoding, and the wait of the rank that waits least: the others also wait for that
-    rank, as dense training would. Empty if more than a tenth of the steps were stock Horovod's.
-    """
-    ranks, steps = [each for _, each in run.timed], run.number("steps")
-    if not (ranks and steps and run.number("bytes_received")) or run.number("stock_steps") > _MOST_STOCK * steps:
-        return []
-    dense, whole = run.number("bytes_dense_received") / steps, mean(ranks)
-    measured = whole.compress + whole.decode + min(each.wait for each in ranks)
-    fp32 = {link: 8 * dense / rate for link, rate in LINKS.items()}
-    return [Saved(link, seconds, seconds / 2, seconds - measured) for link, seconds in fp32.items()]
 
 
 def skips(run: Run) -> list[tuple[float, str]]:

@@ -15,8 +15,10 @@ from dgc_horovod.tools.report import figures, plots
 from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain, size
 
 _NO_PLOTS = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
+_NOT_COMPARED = "check_every is 0, or compressed steps too few: uncompressed ones compare no weights."
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = Path(__file__).with_name("page.css")
-_MODES = {DENSE: "uncompressed", "fp16": "uncompressed, fp16", COMPRESSED: "compressed"}  # fp16: of earlier versions
+_MODES = {DENSE: "uncompressed", COMPRESSED: "compressed"}
 GOOD, LOOK, PLAIN = "good", "look", "plain"
 
 
@@ -53,15 +55,13 @@ def _end(run: Run) -> Tile:
 
 
 def _choice(run: Run) -> Tile | None:
-    """The tile of compression auto; an exchange without a time is under trial, or its trial was ended."""
+    """The tile of compression auto."""
     mode, told = run.last.get("mode"), mapping(run.last, "trial_seconds")
     if not isinstance(mode, str):
         return None
     timed = {name: seconds for name in _MODES if (seconds := number(told, name)) > 0}
     times = ", ".join(f"{_MODES[name]} {milliseconds(seconds)}" for name, seconds in timed.items())
     more = f"A step, as timed: {times}." if timed else "No times were compared."
-    if timed and mode not in timed:
-        more += " It has no time of its own yet."
     stock = f"{count(run.number('stock_steps'))} of {count(run.number('steps'))} steps were uncompressed."
     return Tile("Exchange", _MODES.get(mode, mode), f"{more} {stock}", PLAIN)
 
@@ -103,17 +103,8 @@ def _replicas(run: Run) -> Tile:
         more = f"Of {count(made)} comparisons of weights; the ranks went on with those of the first."
         return Tile("Replicas", f"differed {count(differed)} times", more, LOOK)
     if not made:
-        return Tile("Replicas", "not compared", _why_not_compared(run), PLAIN)
+        return Tile("Replicas", "not compared", _NOT_COMPARED, PLAIN)
     return Tile("Replicas", "all alike", f"Weights were compared {count(made)} times.", GOOD)
-
-
-def _why_not_compared(run: Run) -> str:
-    stock = run.number("stock_steps")
-    if not stock:
-        return "check_every is 0, or the run too short."
-    if stock >= run.number("steps"):
-        return "Every step was uncompressed: such steps compare no weights."
-    return "check_every is 0, or compressed steps too few: uncompressed ones compare no weights."
 
 
 def _advice(run: Run) -> Tile:
@@ -137,13 +128,13 @@ def page(run: Run) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name_="color-scheme", content="light dark"),
         tag("title", f"dgc_horovod: {command or method}"),
         tag("style", _STYLE.read_text("utf-8")),
     )
-    tables = (_ranks, _bytes, _saved, _health, _skips, _buckets, _job, _settings)
+    tables = (_ranks, _bytes, _health, _skips, _buckets, _job, _settings)
     main = tag(
         "main",
         tag("h1", f"Compression {method}"),
@@ -174,7 +165,9 @@ def _plots(run: Run) -> list[Element]:
     drawn = plots.of_run(run)
     if drawn is None:
         return [tag("p", _NO_PLOTS, class_="note")]
-    return [tag("figure", picture, tag("figcaption", caption)) for caption, picture in drawn.items()]
+    return [
+        tag("figure", tag("img", src=uri, alt=caption), tag("figcaption", caption)) for caption, uri in drawn.items()
+    ]
 
 
 def _section(
@@ -229,20 +222,6 @@ def _bytes(run: Run) -> list[Element]:
     note += "Of one rank, counted as for ring algorithms; small tensors, headers and checks are in it."
     head = ["rank 0", "in all", "a step", "fp32 would be", "", "fp16 would be", ""]
     return _section("Bytes", head, rows if run.number("bytes_sent") else [], note)
-
-
-def _saved(run: Run) -> list[Element]:
-    rows = [
-        [each.link, milliseconds(each.fp32), milliseconds(each.fp16), milliseconds(each.saved)]
-        for each in figures.saved(run)
-    ]
-    note = (
-        "Assumed: the dense exchange runs at the full rate of the link, without overlap of the backward pass. It is "
-        "compared with the measured compression, decoding, and wait of the rank that waits least (the others wait for "
-        "a slow rank too, as dense training would). Below zero, compression costs time there."
-    )
-    head = ["a link of", "fp32, a step", "fp16, a step", "saved a step, against fp32"]
-    return _section("Estimated time saved", head, rows, note)
 
 
 def _health(run: Run) -> list[Element]:

@@ -1,13 +1,11 @@
-"""The plots of a run, as SVG inside the page: transparent, in middle tones, with text in the page's own colour."""
+"""The plots of a run, as images inside the page: matplotlib's SVG in data URIs, white in the dark theme too."""
 
 from __future__ import annotations
 
+import base64
 import io
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
 
 from dgc_horovod.tools.report import figures
 from dgc_horovod.tools.report.figures import Run, number
@@ -16,39 +14,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INCHES = 4.6, 2.7
-_INK = "#010203"  # replaced by the colour of the page's text
 _COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "wait": "#8d949c"}
 _RED, _GREEN = "#dc4b57", "#2f9e6e"
 _MOST_POINTS = 300  # of a curve
 _FEW_RANKS = 12  # number of names that fit beside the bars
-_INKS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, Any] = {
-    **dict.fromkeys(_INKS, _INK),
     "font.size": 8.5,
-    "svg.fonttype": "none",  # the page's own font
-    "svg.hashsalt": "dgc",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
 }
-# In a page that has several drawings, namespaces are not known, and a drawing's rules would be those of all elements
-_NOT_IN_HTML = re.compile(r' xmlns(:xlink)?="[^"]*"|<style.*?</style>|xlink:(?=href)', re.S)
-_REFERENCES = re.compile(r'(?:href="|url\()#([^")]+)')
 Plot = Callable[["Axes", Run], bool]  # draws into axes; returns whether there was anything to draw
 
 
-def of_run(run: Run) -> dict[str, Element] | None:
-    """Return a drawing for each plot that has data, by caption; None without matplotlib."""
+def of_run(run: Run) -> dict[str, str] | None:
+    """Return the URI of an image for each plot that has data, by caption; None without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         return None
     with matplotlib.rc_context(_STYLE):
-        drawn = {caption: _drawn(draw, run, caption) for caption, draw in _PLOTS.items()}
+        drawn = {caption: _drawn(draw, run) for caption, draw in _PLOTS.items()}
     return {caption: picture for caption, picture in drawn.items() if picture is not None}
 
 
-def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
+def _drawn(draw: Plot, run: Run) -> str | None:
     from matplotlib.figure import Figure  # without pyplot: nothing is shown, no backend is chosen
 
     picture = Figure(figsize=_INCHES, layout="constrained")
@@ -59,22 +49,9 @@ def _drawn(draw: Plot, run: Run, caption: str) -> Element | None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         picture.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1, columnspacing=1)
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    picture.savefig(file, format="svg", transparent=True, metadata=nothing)
-    return _inline(file.getvalue(), caption)
-
-
-def _inline(text: str, caption: str) -> Element:
-    """Return a drawing for HTML: without namespaces, unused names and own rules, as wide as the page allows."""
-    root = ElementTree.fromstring(_NOT_IN_HTML.sub("", text.replace(_INK, "currentColor")))
-    used = _REFERENCES.findall(text)
-    for element in root.iter():
-        if element.get("id") not in used:
-            element.attrib.pop("id", None)
-    del root.attrib["width"], root.attrib["height"]
-    root.attrib |= {"role": "img", "aria-label": caption}
-    return root
+    file = io.BytesIO()
+    picture.savefig(file, format="svg")
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _steps_in_time(axes: Axes, run: Run) -> bool:
