@@ -193,6 +193,11 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.hooks += [p.register_post_accumulate_grad_hook(hook) for p in self.parameters.values()]
         weakref.finalize(self, _remove, self.hooks)
 
+    def see_scaler(self) -> None:
+        """Find out the scaler of the step, at its first gradient, if the script has passed none."""
+        if isinstance(self.scaler, SeenScaler):
+            self.scaler.begin_step(not self.passes.none_yet)
+
     def hand_on_after_backward(self) -> None:
         """Hand on, at the end of this backward pass, the messages that a device has not finished by then.
 
