@@ -176,13 +176,11 @@ def torch_names(here: HorovodJob, horovod: ModuleType) -> None:
     def ours(**arguments: Any) -> Any:
         if here.job.config is None:
             return DistributedOptimizer(**arguments)
-        scaler: Any = SeenScaler()
         if not here.job.config.automatic:  # which leaves sparse gradients to stock Horovod
             # the script cannot be told to ask for it, and only a gradient that is sparse is treated otherwise
             arguments["sparse_as_dense"] = True
-        made = DistributedOptimizer(**arguments, grad_scaler=scaler)
-        scaler.belongs_to(made)
-        return made
+        arguments["grad_scaler"] = SeenScaler()
+        return DistributedOptimizer(**arguments)
 
     here.replace_factories(horovod, DistributedOptimizer=ours)
     here.replace(horovod.init, here.initializing(horovod))

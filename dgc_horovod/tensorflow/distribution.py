@@ -72,7 +72,6 @@ class Distribution:
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
         self.run_steps: int | None = None  # of the whole run, if Keras' fit knows it
-        self.unapplied: set[Key] = set()  # variables whose updates from a tape are not applied yet
         self._takes_part: bool | None = None
         self._sets: dict[_SetKey, VariableSet] = {}
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets

@@ -116,6 +116,12 @@ class Overrides(Methods):
     @not_converted
     def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
         """Apply the gradients of all ranks; with local steps those of this rank, then perhaps an exchange."""
+        grads = list(grads)
+        if any(hasattr(gradient, "_dgc_returned") for gradient in grads):
+            raise UnsupportedUse(
+                "gradients of a DistributedGradientTape are given to a DistributedOptimizer, which would exchange and "
+                "compress them a second time; use one of the two"
+            )
         self._dgc.apply(grads, trainable_variables, super().apply)
 
     def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:

@@ -211,6 +211,22 @@ def test_gradients_of_others_are_clipped_as_ever():
     assert norm > 100 and after == pytest.approx(1, rel=1e-3)
 
 
+def test_clipping_of_others_accepts_no_change_of_an_update():
+    """The clipping of another network hid that the script had changed this one's update."""
+    model, optimizer = made(Compression.dgc(0.05), sgd)
+    other = nn.Linear(4, 1)
+    other(torch.ones(4)).backward()
+    with messages() as texts:
+        first_loss(model).backward()
+        optimizer.synchronize()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        clip_grad_norm_(other.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert sum("the script changed p.grad" in text for text in texts) == (hvd.rank() == 0)
+
+
 def test_the_norm_of_a_step_that_is_not_finite_is_nan_on_every_rank():
     norms: list[float] = []
     _train(_norm, hook=lambda g: g * math.nan if hvd.rank() == 1 else g, looks=lambda norm: norms.append(float(norm)))

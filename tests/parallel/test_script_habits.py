@@ -299,22 +299,6 @@ def test_an_update_that_was_not_applied_does_not_enter_a_momentum_again(what):
             assert distance(end, stock) < 1e-5, way
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_hook_that_comes_after_the_wrapping_is_told_of(late):
-    """One from before is not."""
-
-    def make(model: Any) -> torch.optim.Optimizer:
-        if not late:
-            model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-        return momentum_sgd(model)
-
-    model, optimizer = made(Compression.dgc(0.1), make)
-    if late:
-        model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    train(model, optimizer, 2)
-    assert _told(optimizer) == (_on_rank_0("late hook") if late else [])
-
-
 def _in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
     first, *others = model.parameters()
     groups = [{"params": [first], "momentum": 0.0}, {"params": others, "momentum": 0.9, "weight_decay": 0.1}]

@@ -51,11 +51,6 @@ def _with(p: torch.Tensor, requires_grad: bool = True) -> nn.Module:
     return model
 
 
-def _twice(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    weight, *others = parameters
-    return torch.optim.SGD([weight, *others, weight], **options)
-
-
 def _meta() -> nn.Module:
     return smooth_model().to("meta")
 
@@ -109,12 +104,11 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "FSDP": ("weight' is sharded over the ranks", lambda: _wrapped(_fsdp1())),
     "DDP": ("'0.weight' belongs to a model in DistributedDataParallel.*leave the model plain", _data_parallel),
     "complex": (
-        "'extra' is complex.*view_as_real", lambda: _wrapped(_with(torch.zeros(4, dtype=torch.complex64)))),
+        "'extra' is of torch.complex64", lambda: _wrapped(_with(torch.zeros(4, dtype=torch.complex64)))),
     "float8": (
         "'extra' is of torch.float8_e5m2", lambda: _wrapped(_with(torch.zeros(4).to(torch.float8_e5m2)))),
     "sparse layout": (
         "'extra' has the layout torch.sparse_coo", lambda: _wrapped(_with(torch.eye(4).to_sparse()))),
-    "twice": ("'0.weight' is 2 times in one parameter group", lambda: _wrapped(smooth_model(), _twice)),
     "superseded": ("wrapped by another one since.*step that one", _superseded),
 }  # fmt: skip
 

@@ -8,23 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from dgc_horovod.torch.gradients.scaling import SeenScaler, stop_watching, watch_scalers
-from dgc_horovod.torch.session.records import Passes
+from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 
 
 @pytest.fixture(autouse=True)
 def watching():
     watch_scalers()
-    yield
-    stop_watching()
 
 
-def watched():
-    """An optimizer, and what stands for its scaler."""
-    p = torch.nn.Parameter(torch.ones(3))
+def watched(p=None):
+    """An optimizer, and what stands for its scaler, which hears of every gradient, as a session lets it."""
+    p = torch.nn.Parameter(torch.ones(3)) if p is None else p
     optimizer, seen = torch.optim.SGD([p], 0.1), SeenScaler()
-    seen.belongs_to(optimizer)
+    optimizer._dgc = SimpleNamespace(scaler=seen)
+    p.register_post_accumulate_grad_hook(lambda _: seen.begin_step(True))
     return optimizer, seen
 
 
@@ -85,21 +85,35 @@ def test_each_step_has_the_scale_of_its_scaler(steps, kept):
             gc.collect()
 
 
-@pytest.mark.parametrize("uneven", ["join", "no batch"])
-def test_a_step_without_a_loss_has_the_scale_of_before(uneven):
-    """As a rank in join makes them, and one that has no batch, whose gradients are zero."""
+def test_a_step_without_a_loss_has_the_scale_of_before():
+    """As a rank in join makes them, and one that has no batch, whose gradients are zero; any scaler may drive it."""
     optimizer, seen = watched()
     scaler = scaler_of(8.0)
     scale_at(optimizer, seen, scaler)
-    assert seen.get_scale() == 1
-    passes = Passes("ab", 1)
-    exchange = SimpleNamespace(in_join=uneven == "join")
-    carrier = SimpleNamespace(exchanges_in_backward=False)
-    optimizer._dgc = SimpleNamespace(exchange=exchange, passes=passes, carrier=carrier)
+    seen.begin_step(False)
     assert seen.get_scale() == 8
-    if uneven == "no batch":
-        passes.comes("a")
-        assert seen.get_scale() == 1
+    seen.driven_by(scaler_of(2.0))
+    assert seen.get_scale() == 2
+
+
+@pytest.mark.parametrize("scaled_by", ["another", "none"])
+def test_a_scaler_that_has_not_scaled_the_loss_is_refused(scaled_by):
+    """Two of them on one optimizer, or a loss that is scaled in compiled code: its scale would be a guess."""
+    optimizer, seen = watched()
+    backward(optimizer, seen, scaler_of(4.0) if scaled_by == "another" else None)
+    with pytest.raises(UnsupportedUse, match="grad_scaler=scaler"):
+        scaler_of(8.0).unscale_(optimizer)
+
+
+def test_a_pass_inside_a_pass_has_its_scale():
+    """Of a reentrant checkpoint, and a pass of a loss that is not scaled, after it, has none."""
+    optimizer, seen = watched()
+    (p,) = optimizer.param_groups[0]["params"]
+    scaler = scaler_of(8.0)
+    for scale in (8, 1):
+        loss = checkpoint(lambda x: (x * p).sum(), torch.ones(3, requires_grad=True), use_reentrant=True)
+        (scaler.scale(loss) if scale == 8 else loss).backward()
+        assert seen.get_scale() == scale
 
 
 @pytest.mark.parametrize("updated", ["at once", "at the end"])
@@ -194,7 +208,6 @@ def test_a_loss_of_evaluation_is_no_loss_of_training():
 def test_a_loss_from_before_the_optimizer_was_wrapped():
     scaler, p = scaler_of(8.0), torch.nn.Parameter(torch.ones(3))
     loss = scaler.scale(p.sum())
-    optimizer, seen = torch.optim.SGD([p], 0.1), SeenScaler()
-    seen.belongs_to(optimizer)
+    _, seen = watched(p)
     loss.backward()
     assert seen.get_scale() == 8

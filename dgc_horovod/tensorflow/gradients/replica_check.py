@@ -107,16 +107,16 @@ class Replicas:
     def _compared(self, part: int, step: tf.Tensor, inputs: StepInputs) -> tf.Tensor:
         weights = [_plain(inputs.weights[i]) for i in self._check.parts[part]]
         values = [tf.reshape(tf.bitcast(weight, tf.uint8), [-1]) for weight in weights]
-        (own,) = self._steps.call(self._record, [step, inputs.rate, *values], [tf.uint8])
+        (own,) = self._steps.call(self._record, [step, *values], [tf.uint8])
         theirs = self._collectives.allgather(own, "replicas")
         (same,) = self._steps.call(self._judge, [step, theirs], [tf.bool], part)
         return same
 
-    def _record(self, step: np.ndarray, rate: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-        """Return this rank's record: the learning rate, the step and a checksum of each tensor."""
+    def _record(self, step: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+        """Return this rank's record: the step and a checksum of each tensor."""
         self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
         sums = [replicas.checksum([value]) for value in values]
-        return [np.array([int(np.float32(rate).view(np.uint32)), int(step), *sums], np.uint32).view(np.uint8)]
+        return [np.array([int(step), *sums], np.uint32).view(np.uint8)]
 
     def _judge(self, part: int, step: np.ndarray, theirs: np.ndarray) -> list[Any]:
         """Return whether the records of all ranks are equal.
@@ -127,13 +127,10 @@ class Replicas:
         self._collectives.watch.disarm()
         records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
         names = [self._names[i] for i in self._check.parts[part]]
-        found = replicas.compared(int(step), names, records[:, 1:].tolist())
-        self._check.note(part, int(step), found is None)
+        found = replicas.compared(int(step), names, records.tolist())
+        self._check.note(found is None)
         if found is not None:
-            rates = np.ascontiguousarray(records[:, 0]).view(np.float32)
-            options = [{} if self._check.own_options else {"learning rate": str(rate)} for rate in rates]
-            after = self._check.alike_after.get(part, 0)
-            self._check.stop_or_tell(found, [replicas.Circumstances(each, alike_after=after) for each in options])
+            self._check.stop_or_tell(found)
         return [np.bool_(found is None)]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:

@@ -311,9 +311,9 @@ class Collectives:
         with tf.control_dependencies(disarmed):
             return tf.nest.map_structure(tf.identity, results)
 
-    def sum_in_time(self, tensor: tf.Tensor, name: str, *given: tf.Tensor) -> tf.Tensor:
-        """Return the sum of `tensor` over the ranks, with the clock running once it and `given` are there."""
-        return self.in_time(name, [tensor, *given], lambda armed: self.allreduce(behind(armed, tensor), name))
+    def sum_in_time(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the sum of `tensor` over the ranks, with the clock running once it is there."""
+        return self.in_time(name, [tensor], lambda armed: self.allreduce(behind(armed, tensor), name))
 
     def gather_bytes(self, data: bytes, name: str) -> list[bytes]:
         """The `data` of every rank, of any length, in rank order. Blocks, in eager mode; two collectives.

@@ -199,6 +199,7 @@ class DataParallelCarrier(GroupCarrier):
     def _carry_as_ddp(
         self, session: Session, strategy: AutoTuned, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
+        session.see_scaler()
         for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             strategy.add_owed(p, gradient)
         if bucket.is_last():

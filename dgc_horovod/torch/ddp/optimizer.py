@@ -31,7 +31,7 @@ from dgc_horovod.torch.gradients.clipping import limit_averages
 from dgc_horovod.torch.gradients.collectives import ReduceSettings
 from dgc_horovod.torch.gradients.scaling import SeenScaler, watch_scalers
 from dgc_horovod.torch.session.overrides import begin, kind_for, made_class
-from dgc_horovod.torch.session.session import Kind, Session, session_of
+from dgc_horovod.torch.session.session import Kind, Scaler, Session, session_of
 from dgc_horovod.torch.wrapping import checks
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
@@ -152,10 +152,9 @@ def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: G
         named += [(f"frozen.{i}", p) for i, p in enumerate(frozen)]
         checks.checked_names(optimizer, named)
         kind = kind_for(optimizer, named, config, averages=True, sparse_as_dense=False, records=dist.get_rank() == 0)
-    scaler = SeenScaler()
     watch_scalers()
     carrier = DataParallelCarrier(found, group, named)
-    _take_over(optimizer, carrier, kind, scaler)
+    _take_over(optimizer, carrier, kind, SeenScaler())
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -217,7 +216,7 @@ def _group_of(theirs: Any) -> Group:
     return new_group(dist.get_process_group_ranks(theirs or dist.group.WORLD), envvars.timeout_seconds())
 
 
-def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -> None:
+def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Scaler) -> None:
     """Give `optimizer` a session, and the methods of a class derived from its own.
 
     Earlier references to its methods are redirected to ours; a step that bypasses them is an error.
@@ -225,8 +224,6 @@ def _take_over(optimizer: Any, carrier: GroupCarrier, kind: Kind, scaler: Any) -
     own = type(optimizer)
     with _undone_on_error(optimizer):
         optimizer.__class__ = made_class(own, kind.overrides, {}, own.__module__)
-        if isinstance(scaler, SeenScaler):
-            scaler.belongs_to(optimizer)
         begin(optimizer, carrier, kind, scaler)
     lead_to_ours(optimizer)
     optimizer.register_step_pre_hook(_only_ours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import zlib
 from contextlib import suppress
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import shared_from
@@ -20,11 +18,6 @@ from dgc_horovod.torch.optimizer_state import group_options
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.session import Session
-
-_RENORMALIZES = (
-    "{name!r} belongs to an Embedding with max_norm: in the forward pass each rank scales down only the rows that it "
-    "looks up. Remove max_norm, and scale the rows after the step, the same on every rank"
-)
 
 
 class Replicas:
@@ -40,7 +33,6 @@ class Replicas:
         self._parameters, self._names, self._collectives = parameters, list(parameters), collectives
         self._check = replicas.ReplicaCheck([p.nbytes for p in parameters.values()], config, collectives)
         self._under_way: tuple[Pending, int, int] | None = None
-        self._before: dict[str, int] | None = None  # checksums, before the first step, of the weights compared after it
 
     def begin(self, step: int) -> None:
         """Send this rank's checksum after `step` steps, if one is due."""
@@ -57,45 +49,22 @@ class Replicas:
         Raises:
             ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
         """
-        if self._before is None:
-            unused = self._check.own_options or self._under_way is not None
-            self._before = {} if unused else self._checksums(self._names_in(self._check.due(1)))
         if self._under_way is None:
             return
         pending, step, part = self._under_way
         self._under_way = None
-        if self._check.note(part, step, replicas.same(self._collectives.wait(pending).numpy())):
+        if self._check.note(replicas.same(self._collectives.wait(pending).numpy())):
             return
         names = self._names_in(part)
-        told = replicas.ask(self._collectives, self._circumstances(session, step, part))
-        found = replicas.compared(step, names, [each.record for each in told])
+        own = np.array([step, *(replicas.checksum([_flat_bytes(self._parameters[name])]) for name in names)], np.uint32)
+        theirs = self._collectives.gather_bytes(own.tobytes(), "replicas.sums")
+        found = replicas.compared(step, names, [np.frombuffer(sums, np.uint32).tolist() for sums in theirs])
         if found is not None:  # None: the script has repaired the weights in the meantime
-            self._check.stop_or_tell(found, told)
+            self._check.stop_or_tell(found)
             self.take_over(session)
 
-    def _circumstances(self, session: Session, step: int, part: int) -> replicas.Circumstances:
-        options = {
-            f"{key} of parameter group {i}": _plain(value)
-            for i, group in enumerate(group_options(session.optimizer))
-            for key, value in group.items()
-            if key != "param_names"
-        }
-        options["loss scale"] = _plain(session.exchange.loss_scale())
-        names, scaled = self._names_in(part), _renormalized()
-        writers = {name: _RENORMALIZES.format(name=name) for name in names if id(self._parameters[name]) in scaled}
-        return replicas.Circumstances(
-            {} if self._check.own_options else options,
-            writers,
-            self._before or {},
-            self._check.alike_after.get(part, 0),
-            [step, *self._checksums(names).values()],
-        )
-
     def _names_in(self, part: int) -> list[str]:
-        return [] if part < 0 else [self._names[i] for i in self._check.parts[part]]
-
-    def _checksums(self, names: list[str]) -> dict[str, int]:
-        return {name: replicas.checksum([_flat_bytes(self._parameters[name])]) for name in names}
+        return [self._names[i] for i in self._check.parts[part]]
 
     def take_over(self, session: Session, root: int = 0) -> None:
         """Copy weights and optimizer state of rank `root` to all ranks; `root` says which entries there are."""
@@ -149,14 +118,3 @@ def _described(x: object) -> list[Any]:
     if isinstance(x, torch.Tensor):
         return [str(x.dtype).removeprefix("torch."), list(x.shape), None]
     return ["", None, x]
-
-
-def _plain(value: object) -> str:
-    """Return a text that is the same for equal numbers on any device."""
-    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
-
-
-def _renormalized() -> set[int]:
-    """Return the ids of the weights of all embeddings with ``max_norm`` in the process."""
-    modules = [x for x in gc.get_objects() if issubclass(type(x), (nn.Embedding, nn.EmbeddingBag))]
-    return {id(module.weight) for module in modules if module.max_norm is not None}

@@ -49,6 +49,7 @@ class AutoTuned(EveryStep):
         """See `EveryStep`."""
         if not self.stock:
             return super().hand_over(p)
+        self.session.see_scaler()
         if p.grad is not None and not (p.grad.is_sparse or p.grad.is_contiguous()):
             p.grad = p.grad.contiguous()  # as Horovod needs; gradients in channels_last are not contiguous
         self.add_owed(p, p.grad)

@@ -27,7 +27,7 @@ from dgc_horovod.torch.session.carrier import Carrier
 from dgc_horovod.torch.session.records import GradientWatch, ParameterGroups, Passes
 from dgc_horovod.torch.updates import OwnState, Update
 from dgc_horovod.torch.wrapping import steps
-from dgc_horovod.torch.wrapping.steps import LATE_HOOK, LOADED_TWICE, RESIDUALS_NOT_SAVED, SCALER_NOT_PASSED, SUPERSEDED
+from dgc_horovod.torch.wrapping.steps import LOADED_TWICE, RESIDUALS_NOT_SAVED, SCALER_NOT_PASSED, SUPERSEDED
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.session.strategies import Strategy
@@ -177,9 +177,6 @@ class Session(base.Session[torch.optim.Optimizer]):
             session = weak()
             if session is None:
                 return
-            hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if len(hooks) > 1 and not hasattr(hooks[next(reversed(hooks))], "belongs_to_dgc"):
-                session.tell_once("late hook", LATE_HOOK)
             if session.passes.comes(p):
                 try:
                     session.passes.results[p] = session.strategy.hand_over(p)
@@ -189,9 +186,13 @@ class Session(base.Session[torch.optim.Optimizer]):
                 session.hand_on_after_backward()
 
         hook: Any = torch.compiler.disable(ready)
-        hook.belongs_to_dgc = True
         self.hooks += [p.register_post_accumulate_grad_hook(hook) for p in self.parameters.values()]
         weakref.finalize(self, _remove, self.hooks)
+
+    def see_scaler(self) -> None:
+        """Find out the scaler of the step, at its first gradient, if the script has passed none."""
+        if isinstance(self.scaler, SeenScaler):
+            self.scaler.begin_step(not self.passes.none_yet)
 
     def hand_on_after_backward(self) -> None:
         """Hand on, at the end of this backward pass, the messages that a device has not finished by then.

@@ -127,6 +127,7 @@ class EveryStep(Strategy):
         session, exchange, update = self.session, self.session.exchange, self.session.update
         if exchange.under_way:  # another thread has begun it
             return
+        session.see_scaler()
         groups = {id(group): group for group in map(session.groups.of, exchange.names)}
         exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
         exchange.begin_step(*update.entering(session.groups.of, session.optimizer.state, exchange))

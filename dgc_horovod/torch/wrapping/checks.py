@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -130,14 +129,6 @@ def check_optimizer(optimizer: Optimizer, sparse_as_dense: bool) -> None:
 
 def check_parameters(optimizer: Optimizer, names: Named) -> None:
     """Raise UnsupportedUse for a parameter that cannot be exchanged."""
-    name_of = {p: name for name, p in names}
-    for group in optimizer.param_groups:
-        for p, times in Counter(group["params"]).items():
-            if times > 1:
-                raise UnsupportedUse(
-                    f"{name_of[p]!r} is {times} times in one parameter group, and would be updated as often in each "
-                    "step; list it once"
-                )
     for p, name in _trained(optimizer, names).items():
         if problem := _problem(p):
             raise UnsupportedUse(f"{name!r} {problem}")
@@ -176,8 +167,6 @@ def _problem(p: torch.Tensor) -> str:
         return f"is a {type(p).__name__}, a tensor without plain memory; use a plain torch.nn.Parameter"
     if p.layout != torch.strided:
         return f"has the layout {p.layout}; only dense tensors can be exchanged (p.to_dense())"
-    if p.is_complex():
-        return "is complex, but only real tensors can be compressed; use its real view (torch.view_as_real) instead"
     if p.dtype not in _DTYPES:
         return f"is of {p.dtype}; parameters must be of float16, bfloat16, float32 or float64"
     return ""

@@ -43,8 +43,9 @@ def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return stock(parameters, *args, **kwargs)
             finally:
-                for session in live():  # torch's function has just changed gradients: no notice to the script
-                    session.watch.look_again()
+                for session in live():  # torch's function has just changed its gradients: no notice to the script
+                    if any(x in session.exchange.names for x in parameters):
+                        session.watch.look_again()
         rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
         if math.isnan(p):
             return None

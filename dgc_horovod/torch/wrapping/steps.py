@@ -73,10 +73,6 @@ STEPPED_OTHERWISE = (
     "Call step(), or use an optimizer whose step() makes the update. A script that drops the update and writes to "
     "weights (clamp_, load_state_dict) must call optimizer.zero_grad() between the two"
 )
-LATE_HOOK = (
-    "register_post_accumulate_grad_hook() was called after the optimizer had been wrapped: the hook runs when the "
-    "exchange may have taken the gradient, so its changes may have no effect. Register it before wrapping"
-)
 ADDED_LATER = (
     "a parameter of shape {shape} was added to the torch optimizer after it had been wrapped, when the ranks had "
     "already agreed on names and buckets. Add the group first, then wrap"
