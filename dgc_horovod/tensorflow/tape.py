@@ -1,13 +1,14 @@
 """``DistributedGradientTape``: a GradientTape whose gradients are those of all ranks.
 
 Those of a compressed tape are an update: it comes in bursts, of several times the norm of a gradient, and the part that
-a limit cuts off is lost. So they carry a mark, and TensorFlow's clipping functions and Keras' optimizers refuse to clip
-them; ``clip_norm`` clips each rank's gradient before.
+a limit cuts off is lost. So they carry a mark, which TensorFlow's clipping functions and Keras' optimizers recognize.
+Clipping them is an error; with ``clip_norm``, which clips each rank's gradient, it has no effect.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -137,7 +138,7 @@ class TapeSession:
                 combined = tf.cond(finite, lambda: combined, lambda: [_not_a_number(g) for g in combined])
             if settings.config is not None:
                 for tensor in combined:
-                    tensor._dgc_returned = True
+                    tensor._dgc_returned = settings.config.clip_norm
             for i, gradient in zip(agreed.active, combined, strict=True):
                 gradients[i] = gradient
         for i, gradient in zip(here, gradients, strict=True):
@@ -210,21 +211,33 @@ def _class_over(kind: type) -> Any:
 # -- clipping of gradients that a compressed tape has returned
 
 
-def _refuse(gradients: Iterable[Any], what: str) -> None:
-    """Raise UnsupportedUse if a compressed tape has returned any of `gradients`, which `what` would clip."""
-    if any(hasattr(gradient, "_dgc_returned") for gradient in gradients):
+def _is_left_out(gradients: Sequence[Any], what: str) -> bool:
+    """Return whether `gradients`, which `what` would clip, were clipped by a compressed tape's ``clip_norm``.
+
+    Raises:
+        UnsupportedUse: the tape has no ``clip_norm``, or some of them are of no compressed tape.
+    """
+    limits = [gradient._dgc_returned for gradient in gradients if hasattr(gradient, "_dgc_returned")]
+    if limits and (None in limits or len(limits) < len(gradients)):
         raise UnsupportedUse(
             f"{what} would clip gradients of a compressed tape. They are an update that comes in bursts, and the part "
-            f"that clipping cuts off is lost. Remove {what}, and pass clip_norm=... to the compression (dgcrun: "
-            "--dgc-clip-norm), which clips each rank's gradient"
+            "that clipping cuts off is lost. Pass clip_norm=... to the compression (dgcrun: --dgc-clip-norm), which "
+            f"clips each rank's gradient; {what} then has no effect on the gradients of a tape, and is an error on "
+            "others together with them"
         )
+    if limits:
+        warn_once(f"clip_norm={limits[0]:g} of the compression is used; {what} has no effect")
+    return bool(limits)
 
 
 def _of_a_script(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def clip(*args: Any, **kwargs: Any) -> Any:
-        _refuse(tf.nest.flatten((args, kwargs)), f"tf.{stock.__name__}")
-        return stock(*args, **kwargs)
+        first, given = next(iter(inspect.signature(stock).bind(*args, **kwargs).arguments.items()))
+        every = [x for x in given if x is not None] if first == "t_list" else [given]
+        if not _is_left_out(every, f"tf.{stock.__name__}"):
+            return stock(*args, **kwargs)
+        return (list(given), tf.linalg.global_norm(every)) if first == "t_list" else given
 
     return clip
 
@@ -235,15 +248,35 @@ _stock_clip = BaseOptimizer._clip_gradients
 @not_converted
 @functools.wraps(_stock_clip)
 def _clip_gradients(self: BaseOptimizer, grads: Sequence[Gradient]) -> Any:
-    if (own := clipping_of(self)) is not None:
-        _refuse(grads, f"{own[0]} of the optimizer")
+    own = clipping_of(self)
+    if own is not None and _is_left_out([x for x in grads if x is not None], f"{own[0]} of the optimizer"):
+        return grads
     return _stock_clip(self, grads)
+
+
+_stock_scaled = keras.optimizers.LossScaleOptimizer.apply
+
+
+@not_converted
+@functools.wraps(_stock_scaled)
+def _apply_scaled(
+    self: keras.optimizers.LossScaleOptimizer, grads: Iterable[Gradient], *args: Any, **kwargs: Any
+) -> None:
+    grads = list(grads)
+    if any(hasattr(gradient, "_dgc_returned") for gradient in grads):
+        raise UnsupportedUse(
+            "gradients of a compressed tape are given to a LossScaleOptimizer: the residual has the loss scale of "
+            "earlier steps, and the scale changes. Use DistributedOptimizer(LossScaleOptimizer(optimizer)) in place of "
+            "the tape, or mixed_bfloat16, which needs no scale"
+        )
+    _stock_scaled(self, grads, *args, **kwargs)
 
 
 def _install() -> None:
     for stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
         replace_everywhere(stock, not_converted(_of_a_script(stock)))
     BaseOptimizer._clip_gradients = _clip_gradients
+    keras.optimizers.LossScaleOptimizer.apply = _apply_scaled
 
 
 _install()  # before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments

@@ -147,24 +147,25 @@ def _taped(how: str = "", kind: str = "", clip_norm: float | None = LIMIT) -> np
 
 @pytest.mark.parametrize("kind", ["clipnorm", "clipvalue", "global_clipnorm"])
 @pytest.mark.parametrize("how", ["script", "optimizer"])
-def test_what_a_tape_has_returned_must_not_be_clipped(how, kind):
-    """A limit that was right for gradients had cut updates: a net on the digits stayed at 84% for 98%."""
-    for clip_norm in (LIMIT, None):
-        refused = error_of(lambda limit=clip_norm: _taped(how, kind, limit))
-        assert "UnsupportedUse" in refused and "pass clip_norm=" in refused
+def test_what_a_tape_has_returned_is_clipped_by_clip_norm_alone(how, kind):
+    """A limit that was right for gradients had cut updates: a net on the digits stayed at 84% for 98%.
 
-
-def test_clip_norm_clips_for_a_tape():
+    Clipped by the script or by its optimizer: left out beside clip_norm, else an error.
+    """
     weights = _taped()
     assert np.abs(_taped(clip_norm=None) - weights).max() > 0.1
+    assert np.array_equal(_taped(how, kind), weights)
     same_on_ranks(weights.tolist())
+    refused = error_of(lambda: _taped(how, kind, None))
+    assert "UnsupportedUse" in refused and "Pass clip_norm=" in refused
 
 
-def _of_a_tape() -> tuple[Gradients, list[Any]]:
+def _of_a_tape(clip_norm: float | None = None) -> tuple[Gradients, list[Any]]:
     variables = [keras.Variable(tf.ones(shape)) for shape in SHAPES]
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(g * v) for g, v in zip(_gradients(0), variables, strict=True)])
-    return DistributedGradientTape(tape, compression=Compression.topk(**DGC)).gradient(loss, variables), variables
+    tape = DistributedGradientTape(tape, compression=Compression.topk(**DGC, clip_norm=clip_norm))
+    return tape.gradient(loss, variables), variables
 
 
 CLIPPING: dict[str, Callable[[Gradients], Any]] = {  # of updates that a tape has returned
@@ -176,15 +177,26 @@ CLIPPING: dict[str, Callable[[Gradients], Any]] = {  # of updates that a tape ha
 
 @pytest.mark.parametrize("name", CLIPPING)
 def test_what_would_clip_an_update_names_clip_norm(name):
-    gradients, _ = _of_a_tape()
+    gradients, _ = _of_a_tape(1.0 if name == "others" else None)
     error = error_of(lambda: CLIPPING[name](gradients))
     assert "UnsupportedUse" in error and "clip_norm=" in error
 
 
-def test_updates_of_a_tape_are_not_exchanged_twice():
-    optimizer, (gradients, variables) = _wrapped(), _of_a_tape()
+OPTIMIZERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "scaled": (
+        lambda: keras.optimizers.LossScaleOptimizer(momentum_sgd()),
+        "gradients of a compressed tape are given to a LossScaleOptimizer",
+    ),
+    "exchanged twice": (_wrapped, "exchange and compress them a second time"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_are_not_for_updates(name):
+    make, words = OPTIMIZERS[name]
+    optimizer, (gradients, variables) = make(), _of_a_tape()
     error = error_of(lambda: optimizer.apply(gradients, variables))
-    assert "UnsupportedUse" in error and "exchange and compress them a second time" in error
+    assert "UnsupportedUse" in error and words in error, error
 
 
 def test_gradients_of_no_tape_are_clipped_as_ever():
