@@ -4,21 +4,21 @@ studies:
   ablation    DGC part by part, rules, codecs and densities; 4 and 8 ranks, three tasks
   longer      the gap to dense training in runs of 1, 4 and 10 times the length
   lowest      what brings the LSTM at density 0.1% closer to dense training; up to 30 times the length
-  optimizers  Nesterov's momentum and AdamW
+  optimizers  Nesterov's momentum, AdamW, RMSprop, Adafactor, Lion, Muon
   adam        AdamW at several densities, 4 to 32 ranks; 1, 4 and 10 times the length
   adam-gpt    the same for a GPT of 5.1 M parameters, four and eight ranks
   adam-local  AdamW with local steps, by the momentum of the inner optimizer
   local       AdamW with local steps, averaged and compressed, from the start and after dense steps
   gpt         the same for a GPT of 5.1 M parameters, beside PowerSGD
-  auto        runs of 300 and of 30,000 steps at the density that --compression auto takes for them
+  auto        runs of 300 to 30,000 steps at the density that --compression auto takes for them
   exchanges   nodes and shards of 16, 32 and 64 workers, beside a flat exchange of as many bytes
   longer-exchanges  the same at 4 times the length
 
 All but gpt take a day on two cores, gpt ten hours. What has been run is kept, so that a study that was stopped goes
-on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it. The studies of AdamW at each step
-have a file of their own, which that page reads:
+on; to measure anew: --file. `python -m benchmarks.page` makes docs/quality.md of it. The studies adam,
+adam-gpt and adam-local have a file of their own, which that page reads:
 
-  python -m benchmarks.quality adam adam-gpt --file benchmarks/results/quality-adam.json.xz
+  python -m benchmarks.quality adam adam-gpt adam-local --file benchmarks/results/quality-adam.json.xz
 """
 
 from __future__ import annotations
