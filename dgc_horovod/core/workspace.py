@@ -9,7 +9,7 @@ import numpy as np
 
 from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.bucketing import count_for
-from dgc_horovod.core.candidates import ThresholdPredictor
+from dgc_horovod.core.selection import ThresholdPredictor
 from dgc_horovod.exchange.choose import choose
 from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
 from dgc_horovod.exchange.hierarchical import HierarchicalExchange, Topology, rounds_of
