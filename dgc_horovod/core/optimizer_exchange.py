@@ -10,8 +10,7 @@ import numpy as np
 
 from dgc_horovod.config import DGCConfig, clip_limit
 from dgc_horovod.core.adam import AdamStep
-from dgc_horovod.core.bucketing import TensorSpec, plan
-from dgc_horovod.core.budget import within_budget
+from dgc_horovod.core.bucketing import TensorSpec, plan, within_budget
 from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.meters import Meters

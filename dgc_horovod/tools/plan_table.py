@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from dgc_horovod.config import HIERARCHICAL, DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import LEAST_DENSITY
+from dgc_horovod.core.bucketing import LEAST_DENSITY, TensorSpec
 from dgc_horovod.planning.cluster import Cluster, Machine
 from dgc_horovod.planning.cost_model import DENSE, EXCHANGES, FP16, METHODS, Cost, cost
 from dgc_horovod.stats import size

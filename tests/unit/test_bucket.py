@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec, count_for, plan
+from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.workspace import count_for
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.choose import IMPLEMENTATIONS, choose
 from dgc_horovod.wire.packet import PacketFormat
