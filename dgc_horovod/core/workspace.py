@@ -11,7 +11,7 @@ import numpy as np
 
 from dgc_horovod.config import RULES, DGCConfig
 from dgc_horovod.core.selection import ThresholdPredictor
-from dgc_horovod.exchange.choose import choose
+from dgc_horovod.exchange import choose
 from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
 from dgc_horovod.exchange.hierarchical import HierarchicalExchange, Topology, rounds_of
 from dgc_horovod.kernels.contract import Elements, Kernels, Search, State
