@@ -157,7 +157,7 @@ def run_for_torch(args: Namespace, job: Job) -> int:
     """Run a job to its end, on this host; returns its exit code.
 
     Args:
-        args: parsed arguments of `flags.parse_for_torch`.
+        args: parsed arguments of `cli.parse_for_torch`.
         job: resolved settings of the job.
 
     Raises:

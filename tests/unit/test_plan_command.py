@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import cli, flags
+from dgc_horovod.launch import cli
 from dgc_horovod.planning.cost_model import Cost
 from dgc_horovod.tools import plan_table
 
@@ -62,7 +62,7 @@ def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
     assert plan_table.verdicts(found) == [line]
 
 
-@pytest.mark.parametrize("flag", [flag for told, _ in flags.TOLD for flag in told])
+@pytest.mark.parametrize("flag", [flag for told, _ in cli.TOLD for flag in told])
 def test_an_empty_value_is_refused(flag):
     """It had switched off what was asked for."""
     for words in (["-np", "2"], PLAN, ["--doctor", "-np", "2"]):
