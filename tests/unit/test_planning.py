@@ -28,8 +28,7 @@ from dgc_horovod.planning.cost_model import (
     power_sgd_elements,
     traffic_of,
 )
-from dgc_horovod.tools.plan import measured, tensors
-from dgc_horovod.tools.plan_table import best, ranges, table
+from dgc_horovod.tools.plan import best, measured, ranges, table, tensors
 from tests.helpers import simulated_links
 from tests.helpers.data import as_array
 from tests.helpers.engines import make_exchange
