@@ -8,12 +8,11 @@ import pytest
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS, ConfiguredCompressor, Presets
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import cli, config_file
 from dgc_horovod.launch.settings import resolve, show
 from dgc_horovod.launch.site import sitecustomize
-from dgc_horovod.schedule import WarmupSchedule
 
 
 def source_of(job, name):
