@@ -3,8 +3,7 @@
 This module imports no framework. The adapters are ``dgc_horovod.torch`` and ``dgc_horovod.tensorflow``.
 """
 
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 
 __all__ = ["DGCConfig", "WarmupSchedule", "__version__"]
 __version__ = "0.1.0"

@@ -13,9 +13,8 @@ from typing import Any
 
 from dgc_horovod import settings
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.errors import nearest
-from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.settings import BY_DGCRUN, EVERYWHERE, PATH, RUNNING, SECONDS, SWITCH, TEXT, WHAT, Setting, choice
 
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)  # of ranks, as launchers write them

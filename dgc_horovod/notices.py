@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 
 from dgc_horovod import envvars
-from dgc_horovod.core.bucketing import dense_values
-from dgc_horovod.core.budget import card_bytes
+from dgc_horovod.core.bucketing import card_bytes, dense_values
 from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite

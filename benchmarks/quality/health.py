@@ -17,7 +17,7 @@ from benchmarks.command import Benchmark
 from benchmarks.quality.training import Run, train
 from benchmarks.report import RESULTS, complete, markdown, read_results
 from dgc_horovod.advice import LOOKS
-from dgc_horovod.schedule import density_at
+from dgc_horovod.config import density_at
 
 # after its warm-up not behind dense training (docs/quality.md), and behind it or worse
 SOUND = [Run(task, "dgc", workers, length=4) for task in ("images", "lstm") for workers in (4, 8)]

@@ -11,9 +11,8 @@ from torch import Tensor, nn, optim
 
 from benchmarks.quality.tasks import Settings
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.planning.trial import SETTLING, TIMED, fitting
-from dgc_horovod.schedule import WarmupSchedule
 
 
 class Lion(optim.Optimizer):

@@ -1,14 +1,20 @@
-"""The layout of a model: assignment of tensors to buckets or to the dense path, and the number of selected elements."""
+"""The layout of a model, buckets and the dense path, and the bytes that it brings a network card.
+
+From these bytes follow what nodes save, and the density for a byte budget.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import ROUND_DOWN, Decimal
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import AUTO, HIERARCHICAL, SHARDED, DGCConfig
+from dgc_horovod.core.workspace import message_spec
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.wire.bucket import Bucket, Segment
 
 _MOST_ELEMENTS = 2**31
@@ -104,6 +110,106 @@ def _bucket(index: int, specs: Sequence[TensorSpec]) -> Bucket:
     return Bucket(index, tuple(segments))
 
 
-def count_for(numel: int, density: float) -> int:
-    """``k = max(1, ceil(density * numel))``, with the exact decimal value of the density as written."""
-    return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
+# Speed between workers of a node, as a multiple of the speed of their network card: a local connection through host
+# memory (a few Gbit/s a worker that has a core, against 1 Gbit/s), or NCCL
+HOST_SPEED, NCCL_SPEED = 10.0, 1000.0
+# From this number of senders, shard owners lose less quality than a density that sends the same bytes (docs/quality.md)
+OWNERS_FROM = 32
+LEAST_DENSITY = 1e-4  # below it an element is sent less than once in ten thousand steps
+_HALVINGS, _DIGITS = 30, 3
+
+
+def card_bytes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> int:
+    """Bytes that a node's network card receives at a step, after the warm-up.
+
+    Args:
+        specs: name and shape of every tensor, in the model's order.
+        config: compression settings.
+        topology: workers and nodes; the rank does not matter.
+    """
+    card = topology.workers, topology.node_size
+    return sum(through_card(each, *card) for bucket in rounds_of(specs, config, topology) for each in bucket)
+
+
+def rounds_of(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> list[tuple[Round, ...]]:
+    """Return the rounds of every bucket after the warm-up, and last the allreduce of the dense tensors, if any.
+
+    Args:
+        specs, config, topology: see `card_bytes`.
+    """
+    layout = plan(specs, config, topology.nodes)
+    rounds = [message_spec(bucket, config, config.density, topology).rounds for bucket in layout.buckets]
+    small = set(layout.dense)
+    numel = sum(spec.numel for spec in specs if spec.name in small)
+    dtype = "float16" if dense_values(config, topology.nodes) == "fp16" else "float32"
+    return [*rounds, (Round("small", ALLREDUCE, dtype, numel),)] if numel else rounds
+
+
+def through_card(collective: Round, workers: int, workers_a_card: int) -> int:
+    """Bytes that a network card receives in a collective.
+
+    A ring of all workers in host order crosses each card once, for any number of workers behind it. In an alltoall a
+    card passes the parts that its workers receive from other nodes. A round inside a node uses no card.
+
+    Args:
+        collective: round, see `Round`.
+        workers: N >= 1.
+        workers_a_card: G >= 1, a divisor of N.
+    """
+    if collective.group == INSIDE:
+        return 0
+    if collective.group == BETWEEN:
+        return workers_a_card * collective.received(workers // workers_a_card)
+    if collective.kind == ALLTOALL:
+        return workers_a_card * (workers - workers_a_card) * collective.nbytes // workers
+    return collective.received(workers) if workers > workers_a_card else 0
+
+
+def loss_by_nodes(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology, speed: float) -> str:
+    """Return why averaging inside nodes costs more time than it saves on network cards, in words; "" if it saves.
+
+    A worker receives ``4n*(G-1)/G`` bytes inside its node at each step, in fp32.
+
+    Args:
+        specs, config: see `card_bytes`.
+        topology: workers and nodes.
+        speed: speed between workers of a node as a multiple of the card's, > 0.
+    """
+    inside = 4 * sum(s.numel for s in specs) * (topology.node_size - 1) // topology.node_size
+    flat, nodes = (card_bytes(specs, config, each) for each in (Topology(0, topology.workers), topology))
+    if inside <= speed * (flat - nodes):
+        return ""
+    return (
+        f"at density {config.density:g} it would save {(flat - nodes) / 1e6:.3g} MB a step on a network card, "
+        f"and move {inside / 1e6:.3g} MB to each worker inside its node"
+    )
+
+
+def within_budget(specs: Sequence[TensorSpec], config: DGCConfig, topology: Topology) -> DGCConfig:
+    """Return `config` with the largest density, up to its own, at which `card_bytes` is within ``max_bytes_per_step``.
+
+    Small tensors are always sent dense. The density is not lowered below `LEAST_DENSITY`. If it would have to be
+    lowered, and `OWNERS_FROM` or more workers or nodes exchange packets, exchange "auto" becomes one with shard owners.
+
+    Args:
+        specs, config, topology: see `card_bytes`.
+    """
+    budget, asked = config.max_bytes_per_step, config.density
+    if budget is None or topology.workers == 1 or card_bytes(specs, config, topology) <= budget:
+        return config
+    if config.exchange == AUTO and topology.nodes >= OWNERS_FROM:
+        config = config.replace(exchange=SHARDED if topology.node_size == 1 else f"{HIERARCHICAL}+{SHARDED}")
+        if card_bytes(specs, config, topology) <= budget:
+            return config
+    low, high = min(asked, LEAST_DENSITY), asked
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        fits = card_bytes(specs, config.replace(density=middle), topology) <= budget
+        low, high = (middle, high) if fits else (low, middle)
+    return config.replace(density=max(_rounded_down(low), min(asked, LEAST_DENSITY)))
+
+
+def _rounded_down(density: float) -> float:
+    """Round `density` down to a few decimal digits."""
+    exact = Decimal(repr(density))
+    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - _DIGITS + 1), ROUND_DOWN))

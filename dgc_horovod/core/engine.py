@@ -14,8 +14,7 @@ import numpy as np
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucket_state import BucketState
-from dgc_horovod.core.candidates import ResidualView
-from dgc_horovod.core.selection import select
+from dgc_horovod.core.selection import ResidualView, select
 from dgc_horovod.core.workspace import HostSentRecord, Message, MessageSpec, Workspace, message_spec, min_magnitude
 from dgc_horovod.errors import DGCError
 from dgc_horovod.exchange.contract import Exchange, Outcome, Round

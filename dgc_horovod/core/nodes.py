@@ -14,8 +14,7 @@ from typing import Any
 from dgc_horovod import envvars, leaving
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import Gatherer
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import loss_by_nodes
+from dgc_horovod.core.bucketing import TensorSpec, loss_by_nodes
 from dgc_horovod.exchange.hierarchical import Topology, problem_of
 from dgc_horovod.settings import check_whole
 

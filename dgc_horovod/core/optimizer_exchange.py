@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dgc_horovod.config import DGCConfig, clip_limit
+from dgc_horovod.config import DGCConfig, clip_limit, density_at
 from dgc_horovod.core.adam import AdamStep
-from dgc_horovod.core.bucketing import TensorSpec, plan
-from dgc_horovod.core.budget import within_budget
+from dgc_horovod.core.bucketing import TensorSpec, plan, within_budget
 from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.meters import Meters
@@ -20,7 +19,6 @@ from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, Kernels
-from dgc_horovod.schedule import density_at
 from dgc_horovod.state.parts import is_flushed
 from dgc_horovod.state.residual_state import (
     FROZEN_SINCE,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import NamedTuple
 
 import numpy as np
 
 from dgc_horovod.config import RULES, DGCConfig
-from dgc_horovod.core.bucketing import count_for
-from dgc_horovod.core.candidates import ThresholdPredictor
-from dgc_horovod.exchange.choose import choose
+from dgc_horovod.core.selection import ThresholdPredictor
+from dgc_horovod.exchange import choose
 from dgc_horovod.exchange.contract import Exchange, FlatExchange, Round
 from dgc_horovod.exchange.hierarchical import HierarchicalExchange, Topology, rounds_of
 from dgc_horovod.kernels.contract import Elements, Kernels, Search, State
@@ -87,6 +88,11 @@ def message_spec(bucket: Bucket, config: DGCConfig, density: float, topology: To
     exchange = choose(wire, topology.nodes, config.shards, topology.node_size)
     rounds = rounds_of(exchange.rounds_of(wire, topology.nodes), topology.nodes, topology.node_size)
     return MessageSpec(wire, exchange, rounds)
+
+
+def count_for(numel: int, density: float) -> int:
+    """``k = max(1, ceil(density * numel))``, with the exact decimal value of the density as written."""
+    return min(numel, max(1, math.ceil(Decimal(repr(float(density))) * numel)))
 
 
 class Workspace:

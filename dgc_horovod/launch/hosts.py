@@ -21,7 +21,7 @@ from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.child import MARK, marked
+from dgc_horovod.launch.job import MARK, marked
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.site.sitecustomize import is_ours
 

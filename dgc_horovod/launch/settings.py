@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS
-from dgc_horovod.config import FLAT, SHARDED, DGCConfig
+from dgc_horovod.config import FLAT, SHARDED, DGCConfig, WarmupSchedule
 from dgc_horovod.envvars import COMPRESSION, FIELDS, LOCAL_STEPS, SETTABLE
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import config_file
-from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.settings import EVERYWHERE, OF_METHODS, Setting, as_text
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"

@@ -13,7 +13,7 @@ With G workers behind a card:
 * A ring of all in host order crosses a card once a turn: of its P-1 hops M/N are over the card, the others inside. A
   card carries P-1 messages, one after another, if that takes longer.
 * G rings `BETWEEN` nodes share a card: a turn takes ``max(G * w, w + hop)``, the last one ``G * w + hop``.
-* An alltoall of all brings a card what `budget.through_card` counts.
+* An alltoall of all brings a card what `bucketing.through_card` counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from dgc_horovod.core.budget import through_card
+from dgc_horovod.core.bucketing import through_card
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALL, ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
 

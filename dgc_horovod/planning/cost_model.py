@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED, DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import rounds_of, through_card, within_budget
+from dgc_horovod.core.bucketing import TensorSpec, rounds_of, through_card, within_budget
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, INSIDE, Round

@@ -27,9 +27,8 @@ from dgc_horovod.config_check import Gatherer, shared_from, together
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.settings import check_choice
-from dgc_horovod.state.handing_on import handed_on, needed
 from dgc_horovod.state.manifest import MANIFEST, OF_ALL, File, Manifest, digest
-from dgc_horovod.state.parts import left_of
+from dgc_horovod.state.parts import handed_on, left_of, needed
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining
 
 _log = logging.getLogger("dgc_horovod")
@@ -208,7 +207,7 @@ def load(
     """Read a checkpoint; called on every rank.
 
     Manifest and model are read by rank 0 and sent to the others; residuals are read by the rank that uses them. With
-    another number of ranks, or on nodes with other buckets, they are redistributed (`handing_on.handed_on`); the
+    another number of ranks, or on nodes with other buckets, they are redistributed (`parts.handed_on`); the
     directory must then be on a file system that all ranks see.
 
     Args:

@@ -37,8 +37,7 @@ if _missing := [name for name in _NEEDED if not hasattr(_keras.optimizers.Optimi
         "TF_USE_LEGACY_KERAS, or install a newer Keras"
     )
 
-from dgc_horovod.config import DGCConfig  # noqa: E402
-from dgc_horovod.schedule import WarmupSchedule  # noqa: E402
+from dgc_horovod.config import DGCConfig, WarmupSchedule  # noqa: E402
 from dgc_horovod.tensorflow.gradients.transport import node_process_sets  # noqa: E402
 from dgc_horovod.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
 from dgc_horovod.tensorflow.settings import Compression  # noqa: E402

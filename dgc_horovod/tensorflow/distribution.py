@@ -15,8 +15,7 @@ from horovod.tensorflow.functions import broadcast_object
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.config_check import check_agreement, refused_alike, unique_tag
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import HOST_SPEED
+from dgc_horovod.core.bucketing import HOST_SPEED, TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.hierarchical import Topology

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.launch import hosts
-from dgc_horovod.launch.child import MARK, ask
 from dgc_horovod.launch.hosts import HostReport, Ssh
+from dgc_horovod.launch.job import MARK, ask
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
 from dgc_horovod.tools import link

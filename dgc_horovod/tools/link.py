@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from subprocess import CompletedProcess, SubprocessError
 
-from dgc_horovod.launch.child import MARK, marked
+from dgc_horovod.launch.job import MARK, marked
 
 SECONDS = 1.0  # of each stream
 _UNCOUNTED_SECONDS = 0.25  # at its begin: TCP's slow start, and the first burst of a shaped link

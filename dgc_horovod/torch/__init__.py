@@ -12,8 +12,7 @@ try:
 except ImportError as error:
     raise ImportError("dgc_horovod.torch needs PyTorch: pip install torch, or dgc_horovod[torch]") from error
 
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 
 if TYPE_CHECKING:
     from dgc_horovod.torch import elastic

@@ -14,7 +14,7 @@ from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from dgc_horovod import envvars, leaving
-from dgc_horovod.core import budget
+from dgc_horovod.core.bucketing import HOST_SPEED, NCCL_SPEED
 from dgc_horovod.core.nodes import LAST_STEP_SECONDS, Launched, declare, declared, meet_at_exit
 from dgc_horovod.errors import CollectiveTimeout
 from dgc_horovod.exchange.contract import BETWEEN, INSIDE
@@ -154,7 +154,7 @@ class HorovodCarrier(Carrier):
 
     def speed(self, session: Session) -> float:
         on_gpus = hvd.nccl_built() and all(p.is_cuda for p in session.parameters.values())
-        return budget.NCCL_SPEED if on_gpus else budget.HOST_SPEED
+        return NCCL_SPEED if on_gpus else HOST_SPEED
 
     def of_nodes(self, topology: Topology, tag: str) -> Mapping[str, Collectives]:
         meet_at_exit(_meet)

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc_horovod.kernels.triton import accumulate, decode, encode, select
+from dgc_horovod.kernels.triton import accumulate, decode, encode
 from dgc_horovod.kernels.triton.memory import EXACT
 
 # What each parameter is, by name: pointers to int32 unless it is here
@@ -42,9 +42,9 @@ KERNELS: list[tuple[Any, int, list[dict[str, int]]]] = [
         accumulate.WARPS,
         [{"FEED": accumulation, "ALIGNED": aligned} for accumulation in _FEEDS for aligned in (0, 1)],
     ),
-    (select.refine, 4, [{}]),
-    (select.count, 4, [{}]),
-    (select.gather, 4, [{}]),
+    (encode.refine, 4, [{}]),
+    (encode.count, 4, [{}]),
+    (encode.gather, 4, [{}]),
     (encode.encode, 4, [{"LOW": low, "CODEC": codec} for codec in _CODECS for low in _LOW]),
     (encode.update_residual, 4, [{"MASKS": masks} for masks in (0, 1)]),
     (decode.survey, 4, [{}]),

@@ -19,7 +19,7 @@ import yaml
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import cli, config_file, flags, hosts, launcher
+from dgc_horovod.launch import cli, config_file, hosts, launcher
 from tests.helpers.jobs import KEY_SEEN, ROOT, run
 
 FAR = "far.invalid"  # no name server knows it, so it is another host
@@ -108,8 +108,8 @@ REFUSED: dict[str, Way] = {
        for flag in ("--ssh-port", "--ssh-identity-file", "--network-interface", "--network-interfaces", "--log-level",
                     "--config-file", "--host-discovery-script", "-np")
        for start in (FAR_JOB[2:], [*DOCTOR, *FAR_JOB[3:]])},
-    **{flag: of_flag(flag, *DOCTOR) for flag in flags.PLAN},
-    **{f"--plan {flag}": of_flag(flag, *PLAN, "--model-size", "25.6M") for flag in flags.PLAN},
+    **{flag: of_flag(flag, *DOCTOR) for flag in cli.PLAN},
+    **{f"--plan {flag}": of_flag(flag, *PLAN, "--model-size", "25.6M") for flag in cli.PLAN},
     **{flag: of_flag(flag, "-np", "1")
        for flag in ("--fusion-threshold-mb", "--cycle-time-ms", "--start-timeout", "--min-np", "--slots-per-host")},
     "path of Python": of_path, "folder": of_folder, "LSF": of_allocation,
@@ -292,7 +292,7 @@ def test_a_job_full_of_hostile_values(canary, tmp_path, way):
 @pytest.mark.parametrize("flag", ["--mpi-args", "--binding-args"])
 def test_words_for_mpirun_stay_words(canary, flag):
     for attack in ATTACKS:
-        args, _ = flags.parse(["-np", "1", "--mpi", f"{flag}={attack}", "true"])
+        args, _ = cli.parse(["-np", "1", "--mpi", f"{flag}={attack}", "true"])
         try:
             launcher.make_safe(args)
         except ConfigError as error:

@@ -31,8 +31,8 @@ import pytest
 
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Run, train
-from dgc_horovod.core.bucketing import count_for
-from dgc_horovod.schedule import density_at
+from dgc_horovod.config import density_at
+from dgc_horovod.core.workspace import count_for
 from tests.helpers.quality import in_processes, selected, selected_from
 
 pytest.importorskip("sklearn", reason="the digits come from scikit-learn (extra [test])")

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dgc_horovod.core.candidates import ResidualView
+from dgc_horovod.core.selection import ResidualView
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec, count_for, plan
+from dgc_horovod.core.bucketing import TensorSpec, plan
+from dgc_horovod.core.workspace import count_for
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.exchange.choose import IMPLEMENTATIONS, choose
+from dgc_horovod.exchange import IMPLEMENTATIONS, choose
 from dgc_horovod.wire.packet import PacketFormat
 
 SHAPES = st.lists(
@@ -97,5 +98,5 @@ def test_no_round_brings_more_than_a_collective_can_count(monkeypatch):
         assert choose(wire, workers, shards, 1) is IMPLEMENTATIONS[expected]
         assert choose(wire, workers, shards, 8) is IMPLEMENTATIONS["densified"]
     for longest, expected in ((2 * slices.nbytes, "allgather"), (2 * slices.nbytes - 1, "densified")):
-        monkeypatch.setattr("dgc_horovod.exchange.choose._LONGEST", longest)
+        monkeypatch.setattr("dgc_horovod.exchange._LONGEST", longest)
         assert choose(slices, 2) is IMPLEMENTATIONS[expected]

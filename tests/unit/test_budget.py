@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import HOST_SPEED, LEAST_DENSITY, NCCL_SPEED, card_bytes, loss_by_nodes, within_budget
+from dgc_horovod.core.bucketing import (
+    HOST_SPEED,
+    LEAST_DENSITY,
+    NCCL_SPEED,
+    TensorSpec,
+    card_bytes,
+    loss_by_nodes,
+    within_budget,
+)
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.launch.settings import resolve
 

@@ -21,7 +21,7 @@ IGNORED = """
 import os, signal, sys, threading, time
 number = int(sys.argv[1])
 signal.signal(number, signal.SIG_IGN)
-from dgc_horovod.launch.child import Child
+from dgc_horovod.launch.job import Child
 child = Child(lambda told: time.sleep(1) or 7)
 child.tell("begin")
 threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
@@ -40,7 +40,7 @@ def test_signals_that_were_ignored_before_it_began(number, code):
 
 OTHER_THREAD = """
 import signal, threading, time
-from dgc_horovod.launch.child import Child
+from dgc_horovod.launch.job import Child
 child = Child(lambda told: time.sleep(30) or 7)
 child.tell("begin")
 def signalled():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dgc_horovod import DGCConfig, WarmupSchedule
+from dgc_horovod.config import density_at
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.schedule import density_at
 
 
 @pytest.mark.parametrize(

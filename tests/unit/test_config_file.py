@@ -12,7 +12,7 @@ import pytest
 
 from dgc_horovod import envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import config_file, flags
+from dgc_horovod.launch import cli, config_file
 from dgc_horovod.launch.settings import resolve
 from tests.unit.test_settings import write
 
@@ -101,7 +101,7 @@ def test_a_file_with_horovods_sections_and_ours(tmp_path):
 def test_errors_in_a_file_name_the_file_and_the_key(tmp_path, text, said):
     path = tmp_path / "job.yaml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    for read in (config_file.load, lambda path: flags.parse(["-np", "1", "--config-file", path, "true"])):
+    for read in (config_file.load, lambda path: cli.parse(["-np", "1", "--config-file", path, "true"])):
         with pytest.raises(ConfigError, match=said) as caught:
             read(str(path))
         assert str(path) in str(caught.value)

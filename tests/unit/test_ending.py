@@ -8,7 +8,7 @@ import pytest
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.ending import IN_A_ROW
-from dgc_horovod.exchange.choose import IMPLEMENTATIONS
+from dgc_horovod.exchange import IMPLEMENTATIONS
 from dgc_horovod.kernels.contract import ErrorFeedback
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.notices import not_finite

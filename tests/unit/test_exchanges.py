@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.errors import CorruptPacket, DGCError, RankMismatch
-from dgc_horovod.exchange.choose import IMPLEMENTATIONS
+from dgc_horovod.exchange import IMPLEMENTATIONS
 from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment

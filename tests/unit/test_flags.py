@@ -7,11 +7,11 @@ import pytest
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import cli, flags, job
+from dgc_horovod.launch import cli, job
 
 
 def test_our_flags_and_horovods_go_together():
-    args, given = flags.parse(
+    args, given = cli.parse(
         ["-np", "2", "-H", "a:1,b:1", "--density", "0.01", "--cycle", "2", "--dgc-clip-norm=5", "--gloo",
          "python", "train.py", "--density", "7"]
     )  # fmt: skip
@@ -23,24 +23,24 @@ def test_our_flags_and_horovods_go_together():
 @pytest.mark.parametrize("own", ["--mode", "--mode=train", "--p", "--r", "--d", "--dgc-", "--num"])
 def test_arguments_of_the_script_may_look_like_a_part_of_a_flag(own):
     """`--mode` was "ambiguous: could match --model-size, --model"."""
-    assert flags.parse(["-np", "2", "python", "train.py", own])[0].command == ["python", "train.py", own]
+    assert cli.parse(["-np", "2", "python", "train.py", own])[0].command == ["python", "train.py", own]
 
 
 @pytest.mark.parametrize("variable", envvars.SETTABLE, ids=lambda v: v.name)
 def test_every_setting_has_a_flag(variable):
     value = [] if variable is envvars.ALLOW_INACTIVE else ["some"]
-    _, given = flags.parse(["-np", "2", variable.flag, *value, "python", "train.py"])
+    _, given = cli.parse(["-np", "2", variable.flag, *value, "python", "train.py"])
     assert given == {variable.name: value[0] if value else "on"}
 
 
 def test_dgc_is_compression_dgc():
-    assert flags.parse(["-np", "1", "--dgc", "true"])[1] == {"DGC_COMPRESSION": "dgc"}
-    assert flags.parse(["-np", "1", "--compression", "topk", "true"])[1] == {"DGC_COMPRESSION": "topk"}
+    assert cli.parse(["-np", "1", "--dgc", "true"])[1] == {"DGC_COMPRESSION": "dgc"}
+    assert cli.parse(["-np", "1", "--compression", "topk", "true"])[1] == {"DGC_COMPRESSION": "topk"}
 
 
-@pytest.mark.parametrize("command", flags.COMMANDS)
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_np_is_not_needed_where_no_job_is_started(command):
-    args, _ = flags.parse([command])
+    args, _ = cli.parse([command])
     assert getattr(args, command.removeprefix("--").replace("-", "_"))
 
 
@@ -58,20 +58,20 @@ DENSTY = ["--dgc-densty", "0.1"]
 )
 def test_what_is_wrong_with_flags(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        flags.parse(words)
+        cli.parse(words)
     told = capsys.readouterr().err
     assert ended.value.code == 2 and all(text in told for text in said)
 
 
 def test_version_is_ours_and_horovods(capsys):
     with pytest.raises(SystemExit):
-        flags.parse(["--version"])
+        cli.parse(["--version"])
     assert capsys.readouterr().out.strip() == f"dgc_horovod {__version__}, Horovod {horovod.__version__}"
 
 
 def test_help_fits_a_screen_and_names_everything(capsys):
     with pytest.raises(SystemExit) as ended:
-        flags.parse(["--help"])
+        cli.parse(["--help"])
     text = capsys.readouterr().out
     ours, theirs = text.split("Horovod's own")
     assert ended.value.code == 0 and len(ours.splitlines()) <= 65 and max(map(len, text.splitlines())) <= 120
@@ -126,11 +126,11 @@ def test_who_starts_the_ranks(words, asked):
 
 
 def test_flags_before_torchrun_are_ours_and_those_behind_it_its_own(capsys):
-    args, given = flags.parse_for_torch(["--dgc", "--density", "0.1", "torchrun", "--nproc-per-node", "2", "--density"])
+    args, given = cli.parse_for_torch(["--dgc", "--density", "0.1", "torchrun", "--nproc-per-node", "2", "--density"])
     assert given == {"DGC_COMPRESSION": "dgc", "DGC_DENSITY": "0.1"}
     assert args.command == ["torchrun", "--nproc-per-node", "2", "--density"]
     with pytest.raises(SystemExit):
-        flags.parse_for_torch(["--dgc-densty", "0.1", "torchrun", "train.py"])
+        cli.parse_for_torch(["--dgc-densty", "0.1", "torchrun", "train.py"])
     assert "did you mean --dgc-density?" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="torchrun starts the ranks itself: leave -np out"):
         cli.run(["-np", "2", "--dgc", "torchrun", "train.py"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import cli, flags
+from dgc_horovod.launch import cli
 from dgc_horovod.planning.cost_model import Cost
-from dgc_horovod.tools import plan_table
+from dgc_horovod.tools import plan
 
 PLAN = ["--plan", "--model-size", "300K", "--step-ms", "5", "--link-gbps", "0.1"]
 
@@ -59,10 +59,10 @@ def test_the_gain_of_a_range_is_the_least_and_the_most_of_it(gains, said):
     times = [{"dense": gain, "fp16": 9.0, "flat": 1.0} for gain in gains]
     found = {2 << i: {name: priced(name, each[name]) for name in each} for i, each in enumerate(times)}
     line = f"N = 2 to 8: --dgc-exchange flat, {said} times as fast as the better of dense and fp16"
-    assert plan_table.verdicts(found) == [line]
+    assert plan.verdicts(found) == [line]
 
 
-@pytest.mark.parametrize("flag", [flag for told, _ in flags.TOLD for flag in told])
+@pytest.mark.parametrize("flag", [flag for told, _ in cli.TOLD for flag in told])
 def test_an_empty_value_is_refused(flag):
     """It had switched off what was asked for."""
     for words in (["-np", "2"], PLAN, ["--doctor", "-np", "2"]):

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.budget import card_bytes
+from dgc_horovod.core.bucketing import TensorSpec, card_bytes
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
 from dgc_horovod.exchange.hierarchical import Topology
@@ -29,8 +28,7 @@ from dgc_horovod.planning.cost_model import (
     power_sgd_elements,
     traffic_of,
 )
-from dgc_horovod.tools.plan import measured, tensors
-from dgc_horovod.tools.plan_table import best, ranges, table
+from dgc_horovod.tools.plan import best, measured, ranges, table, tensors
 from tests.helpers import simulated_links
 from tests.helpers.data import as_array
 from tests.helpers.engines import make_exchange

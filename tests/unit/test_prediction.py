@@ -9,9 +9,8 @@ import pytest
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import RULES
-from dgc_horovod.core.candidates import ResidualView, ThresholdPredictor
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.selection import accepted_counts, select
+from dgc_horovod.core.selection import ResidualView, ThresholdPredictor, accepted_counts, select
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.kernels.native.kernels import NativeKernels
 from dgc_horovod.wire.bucket import Bucket, Segment

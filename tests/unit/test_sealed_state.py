@@ -16,7 +16,7 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.planning import trial
 from dgc_horovod.state import manifest
-from dgc_horovod.state.handing_on import handed_on
+from dgc_horovod.state.parts import handed_on
 from dgc_horovod.state.residual_state import EARLIER_FP16, MODES, UNDECIDED, ResidualState
 from tests.helpers.saved import assert_equal, load, of_node, save, state_of
 from tests.helpers.sealed import GONE, JUNK, of_npz, places, replaced, there

@@ -10,8 +10,7 @@ import pytest
 from dgc_horovod import DGCConfig
 from dgc_horovod.config import RULES, Rule
 from dgc_horovod.core import selection
-from dgc_horovod.core.candidates import ResidualView
-from dgc_horovod.core.selection import accepted_counts, select
+from dgc_horovod.core.selection import ResidualView, accepted_counts, select
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array

@@ -8,12 +8,11 @@ import pytest
 
 from dgc_horovod import envvars
 from dgc_horovod.compression import PRESETS, ConfiguredCompressor, Presets
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch import cli, config_file, flags
+from dgc_horovod.launch import cli, config_file
 from dgc_horovod.launch.settings import resolve, show
 from dgc_horovod.launch.site import sitecustomize
-from dgc_horovod.schedule import WarmupSchedule
 
 
 def source_of(job, name):
@@ -292,11 +291,11 @@ def test_enabled_off_is_decided_before_any_file_of_ours_is_read(tmp_path, monkey
     words = ["-np", "1", "--config-file", path, "true"]
     for name, text in {"DGC_ENABLED": "0", "DGC_CONFIG_FILE": "/nowhere.yaml"}.items():
         monkeypatch.setenv(name, text)
-    args, given = flags.parse(words)
+    args, given = cli.parse(words)
     assert cli.job_of(args, given).switched_off and args.cycle_time_ms == 3
     monkeypatch.setenv("DGC_ENABLED", "1")
     with pytest.raises(ConfigError, match="unknown key 'densty'"):
-        flags.parse(words)
+        cli.parse(words)
 
 
 def test_the_file_for_everyone_goes_last_and_has_our_section_only(tmp_path, monkeypatch):
@@ -304,7 +303,7 @@ def test_the_file_for_everyone_goes_last_and_has_our_section_only(tmp_path, monk
     everyones.write_text("compression: {density: 0.5, values: 4bit}")
     own.write_text("compression: {density: 0.25}\nparams: {cycle_time_ms: 3}")
     monkeypatch.setenv("DGC_CONFIG_FILE", str(everyones))
-    args, given = flags.parse(["-np", "1", "--config-file", str(own), "true"])
+    args, given = cli.parse(["-np", "1", "--config-file", str(own), "true"])
     job = cli.job_of(args, given)
     assert (job.config.density, job.config.values, args.cycle_time_ms) == (0.25, "4bit", 3)
     everyones.write_text("compression: {density: 0.5}\nparams: {cycle_time_ms: 3}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.workspace import message_spec
-from dgc_horovod.exchange.choose import IMPLEMENTATIONS
+from dgc_horovod.exchange import IMPLEMENTATIONS
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.exchange.sharded import CHUNK, ShardedExchange, Shards
 from dgc_horovod.kernels.contract import ErrorFeedback

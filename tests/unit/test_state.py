@@ -15,8 +15,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import CheckpointError, DGCError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint, manifest
-from dgc_horovod.state.handing_on import handed_on, needed, shares
-from dgc_horovod.state.parts import ADAM_UPDATES
+from dgc_horovod.state.parts import ADAM_UPDATES, handed_on, needed, shares
 from dgc_horovod.state.residual_state import ResidualState
 from tests.helpers.saved import assert_equal, load, of_node, save, state_of
 from tests.helpers.sealed import of_npz

@@ -14,7 +14,7 @@ from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
-from dgc_horovod.state.handing_on import handed_on, needed
+from dgc_horovod.state.parts import handed_on, needed
 from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
 from tests.helpers.engines import make_exchange
 

@@ -33,7 +33,20 @@ from dgc_horovod.kernels.triton.accumulate import (
     ZEROS,
     accumulate,
 )
-from dgc_horovod.kernels.triton.encode import CHECKSUM, CODED, HEADER_WORDS, SUMMED, encode, update_residual
+from dgc_horovod.kernels.triton.encode import (
+    CHECKSUM,
+    CODED,
+    FINE_BINS,
+    GROUP,
+    HEADER_WORDS,
+    LIST_BLOCK,
+    SUMMED,
+    count,
+    encode,
+    gather,
+    refine,
+    update_residual,
+)
 from dgc_horovod.kernels.triton.memory import (
     EXACT,
     Arrival,
@@ -45,7 +58,6 @@ from dgc_horovod.kernels.triton.memory import (
     using,
     value_words,
 )
-from dgc_horovod.kernels.triton.select import FINE_BINS, GROUP, LIST_BLOCK, count, gather, refine
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.codecs import VALUE_CODECS
 from dgc_horovod.wire.packet import CHECKSUM_FACTOR, CHECKSUM_WORD, PacketFormat

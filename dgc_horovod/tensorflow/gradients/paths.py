@@ -13,12 +13,11 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from dgc_horovod import envvars
-from dgc_horovod.config import AUTO
+from dgc_horovod.config import AUTO, densities
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.exchange.choose import IMPLEMENTATIONS
+from dgc_horovod.exchange import IMPLEMENTATIONS
 from dgc_horovod.exchange.contract import Round, start
 from dgc_horovod.kernels.contract import Kernels
-from dgc_horovod.schedule import densities
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.settings import Settings
 from dgc_horovod.tensorflow.variables import Gradient, Source, combined

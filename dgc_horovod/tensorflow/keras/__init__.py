@@ -8,9 +8,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 
-from dgc_horovod.config import DGCConfig
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.files import AnyPath
-from dgc_horovod.schedule import WarmupSchedule
 from dgc_horovod.tensorflow import optimizer as _optimizer
 from dgc_horovod.tensorflow.keras import callbacks, elastic
 from dgc_horovod.tensorflow.settings import Compression

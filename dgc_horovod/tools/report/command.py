@@ -13,7 +13,7 @@ from typing import Any
 
 from dgc_horovod import envvars, files
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.flags import REPORT
+from dgc_horovod.launch.cli import REPORT
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.recording import is_json_lines
 from dgc_horovod.tools.report.figures import Run, read

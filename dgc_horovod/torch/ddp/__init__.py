@@ -7,8 +7,7 @@ import torch.distributed
 if not torch.distributed.is_available():
     raise ImportError("dgc_horovod.torch.ddp needs torch.distributed, which this build of PyTorch has not")
 
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.schedule import WarmupSchedule
+from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.torch.ddp.optimizer import (
     Compression,
     DistributedOptimizer,

@@ -9,8 +9,7 @@ import torch
 
 from dgc_horovod.config import FIELD_NAMES
 from dgc_horovod.config_check import check_agreement
-from dgc_horovod.core import budget
-from dgc_horovod.core.bucketing import TensorSpec
+from dgc_horovod.core.bucketing import HOST_SPEED, TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.exchange.contract import ALL
 from dgc_horovod.exchange.hierarchical import Topology
@@ -63,8 +62,8 @@ class Carrier:
         raise NotImplementedError
 
     def speed(self, session: Session) -> float:
-        """Return the speed of an exchange inside a node, see `budget.loss_by_nodes`."""
-        return budget.HOST_SPEED
+        """Return the speed of an exchange inside a node, see `bucketing.loss_by_nodes`."""
+        return HOST_SPEED
 
     def of_nodes(self, topology: Topology, tag: str) -> Mapping[str, Collectives]:
         """Return the transports of `BETWEEN` and `INSIDE` on a topology that every rank uses."""
