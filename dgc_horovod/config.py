@@ -249,7 +249,7 @@ class DGCConfig:
     min_numel: int = setting(1024, "tensors of fewer elements are sent dense, >= 1", whole(1), WIRE)
     compress_1d: bool = setting(False, "compress biases and norms too", SWITCH, WIRE)
     bucket_bytes: int = setting(64 * 2**20, "bytes of gradient that are exchanged together, >= 1", whole(1), WIRE)
-    seed: int = setting(0, "seed of rules that draw at random, >= 0", whole(0), WIRE)
+    seed: int = setting(0, "seed of rule sampled, >= 0", whole(0), WIRE)
     # running
     check_every: int = setting(100, "steps between comparisons of the ranks' weights, 0: never", whole(0), RUNNING)
     on_mismatch: str = setting("stop", "if the ranks' weights differ", choice(ON_MISMATCH), RUNNING)
