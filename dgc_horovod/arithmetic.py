@@ -117,6 +117,11 @@ class Arithmetic:
         """Return the way in which the gradient of the compressed tensor `name` enters the residual at this step."""
         return ErrorFeedback()
 
+    @property
+    def has_second(self) -> bool:
+        """Whether a second moment, shared by all ranks, belongs to the exchange."""
+        return SECOND in self.parts
+
     def momentum(self, options: Options) -> float:
         """Coefficient of the engine's momentum u; 0: there is none."""
         return 0.0

@@ -191,6 +191,7 @@ class BucketEngine:
 
     def _generator(self) -> np.random.Generator:
         """Return a random source that depends on rank, bucket and step only."""
+        # 0: a run that is resumed draws as it did when a bucket could have several ranges
         key = (self.config.seed, self.rank, self.bucket.index, 0, self._step)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 

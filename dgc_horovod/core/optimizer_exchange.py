@@ -387,5 +387,5 @@ class OptimizerExchange:
 
 def _key(engine: BucketEngine) -> str:
     """Return a bucket's key in a record of thresholds; it differs for another layout, whose thresholds do not fit."""
-    bucket = engine.bucket
+    bucket = engine.bucket  # "scope bucket": as in records of runs that could have another scope
     return f"bucket {bucket.index}, {bucket.numel} elements, {engine.config.rule}, scope bucket"

@@ -323,7 +323,7 @@ def _left(exchange: GradientExchange) -> dict[int, dict[str, np.ndarray]]:
     left, _ = base.left_of_all(steps.buckets, collectives, combined)
     found: dict[int, dict[str, np.ndarray]] = {}
     for run, parts in zip(steps.runs, left, strict=True):
-        if SECOND in exchange.update.arithmetic.parts and not run.engine.bucket.uncompressed:
+        if exchange.update.arithmetic.has_second and not run.engine.bucket.uncompressed:
             parts[SECOND] = steps.second_of(run)
         for segment, i in zip(run.engine.whole.segments, run.members, strict=True):
             found[i] = {part: x[segment.place].reshape(exchange.sources[i].shape) for part, x in parts.items()}

@@ -35,7 +35,16 @@ from dgc_horovod.tensorflow.settings import (
     warn_once,
 )
 from dgc_horovod.tensorflow.updates import Update
-from dgc_horovod.tensorflow.variables import Gradient, is_frozen, key_of, keys_of, native, scaled, sources_of
+from dgc_horovod.tensorflow.variables import (
+    Gradient,
+    is_frozen,
+    is_of_tape,
+    key_of,
+    keys_of,
+    native,
+    scaled,
+    sources_of,
+)
 
 _tell_stock_once = functools.cache(tell_stock)
 _NO_OPTIMIZER = "a GradientTape has no optimizer whose momentum could be taken over; DistributedOptimizer has"
@@ -217,7 +226,7 @@ def _is_left_out(gradients: Sequence[Any], what: str) -> bool:
     Raises:
         UnsupportedUse: the tape has no ``clip_norm``, or some of them are of no compressed tape.
     """
-    limits = [gradient._dgc_returned for gradient in gradients if hasattr(gradient, "_dgc_returned")]
+    limits = [gradient._dgc_returned for gradient in gradients if is_of_tape(gradient)]
     if limits and (None in limits or len(limits) < len(gradients)):
         raise UnsupportedUse(
             f"{what} would clip gradients of a compressed tape. They are an update that comes in bursts, and the part "
@@ -263,7 +272,7 @@ def _apply_scaled(
     self: keras.optimizers.LossScaleOptimizer, grads: Iterable[Gradient], *args: Any, **kwargs: Any
 ) -> None:
     grads = list(grads)
-    if any(hasattr(gradient, "_dgc_returned") for gradient in grads):
+    if any(map(is_of_tape, grads)):
         raise UnsupportedUse(
             "gradients of a compressed tape are given to a LossScaleOptimizer: the residual has the loss scale of "
             "earlier steps, and the scale changes. Use DistributedOptimizer(LossScaleOptimizer(optimizer)) in place of "

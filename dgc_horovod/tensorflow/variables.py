@@ -128,6 +128,11 @@ def is_frozen(variable: object) -> bool:
     return not getattr(variable, "trainable", True)
 
 
+def is_of_tape(gradient: Gradient) -> bool:
+    """Whether a compressed tape has returned it: it is an update of all ranks."""
+    return hasattr(gradient, "_dgc_returned")
+
+
 def zeros_for(source: Source, kind: str) -> Gradient:
     """Return a gradient of zeros, for a rank that has none while another has one of that kind."""
     if kind == "sparse":

@@ -22,7 +22,7 @@ from dgc_horovod.errors import NotFinite
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.state.parts import StatePart
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, SECOND, Arrays, ResidualState
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
 from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots
@@ -186,7 +186,7 @@ class Update:
         """
         for p in self._taken:
             self._follow_emptied(p, optimizer.state, exchange)
-        for group in optimizer.param_groups if SECOND in self.arithmetic.parts else ():
+        for group in optimizer.param_groups if self.arithmetic.has_second else ():
             for p in self._taken.intersection(group["params"]):
                 moment = exchange.second[exchange.names[p]]
                 if p in optimizer.state and moment.known:
@@ -281,7 +281,7 @@ class Update:
         self, p: Parameter, group: Group, state: State, exchange: GradientExchange, left: Left
     ) -> torch.Tensor | None:
         options, name, is_gradient, steps = self._options(group), exchange.names[p], p not in exchange.sparse, None
-        if SECOND in self.arithmetic.parts and not is_gradient:
+        if self.arithmetic.has_second and not is_gradient:
             steps = exchange.second[name].steps
             stock = self.arithmetic.give_back(exchange, name, options, steps)
             left, is_gradient = {**left, **stock}, not stock

@@ -21,7 +21,7 @@ from dgc_horovod.arithmetic import without_own
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.state.parts import StatePart, StateRegister
-from dgc_horovod.state.residual_state import SECOND, ResidualState
+from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.gradients.host_steps import HostCalls, HostSteps, StockSteps
 from dgc_horovod.tensorflow.gradients.paths import MESSAGE, BucketRun, DensePath
 from dgc_horovod.tensorflow.gradients.replica_check import Replicas, WeightsWatch
@@ -252,7 +252,7 @@ class GradientExchange(Exchange):
 
     def _second(self, started: tf.Tensor, messages: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         """Return the sum over the ranks of their parts of Adam's second moment, once all buckets are compressed."""
-        if not (SECOND in self.update.arithmetic.parts and self.compressed):
+        if not (self.update.arithmetic.has_second and self.compressed):
             return _NOTHING
         with tf.control_dependencies([part for message in messages for part in message]):
             (own,) = self.steps.call(self.steps.second_message, [started], [tf.float32])

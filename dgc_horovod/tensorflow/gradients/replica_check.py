@@ -14,7 +14,6 @@ import tensorflow as tf
 from dgc_horovod.errors import NotFinite
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.session import replicas
-from dgc_horovod.state.residual_state import SECOND
 from dgc_horovod.tensorflow.gradients.host_steps import HostSteps
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.variables import assign_from, native
@@ -139,7 +138,7 @@ class Replicas:
 
         def assigned(armed: tf.Tensor) -> Any:
             set_right = assign_from(everything, first, process_set, name)
-            if SECOND in self._steps.update.arithmetic.parts:
+            if self._steps.update.arithmetic.has_second:
                 (own,) = self._steps.call(self._second, [armed], [tf.float64])
                 theirs = self._collectives.broadcast(own, "replicas.second")
                 set_right += self._steps.call(self._take_second, [theirs])

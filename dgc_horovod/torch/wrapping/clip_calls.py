@@ -14,7 +14,6 @@ import torch
 from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import wrap_everywhere
-from dgc_horovod.state.residual_state import SECOND
 from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
 from dgc_horovod.torch.wrapping.steps import clipping_learned, clipping_left_out
@@ -87,7 +86,7 @@ def _note(session: Session, clip: Clip) -> float | None:
 
 def _cut(session: Session, clip: Clip) -> float:
     """Clip the updates of this step at the script's first call, except updates that are Adam's directions."""
-    sends_directions = SECOND in session.update.arithmetic.parts and not session.update.dense
+    sends_directions = session.update.arithmetic.has_second and not session.update.dense
     steps = set(session.exchange.sparse if sends_directions else ())
     norm = session.exchange.clipping.cut(clip, steps)
     session.watch.look_again()
