@@ -72,12 +72,13 @@ int32_t update_pieces(const Pass& pass, int64_t start, int64_t end, int64_t& seg
     return bad;
 }
 
-// A part of a chunk: makes deferred writes to v, from `next` of `left` on, then accumulates the gradients. Page by
-// page, as far as memory has been prefetched: writing a whole chunk would wait for its lines.
+// A part of a chunk: makes deferred writes to v, from `next` of `left` on, then accumulates the gradients. Such writes
+// go page by page, as far as memory has been prefetched: for a whole chunk they would wait for its lines.
 int32_t update_run(const Pass& pass, int64_t start, int64_t end, int64_t& next, int64_t& segment, Hits& hits) {
+    const int64_t page = pass.num_left ? kAhead : kChunk;
     int32_t bad = 0;
-    for (int64_t at = start; at < end; at += kAhead) {
-        const int64_t stop = at + kAhead < end ? at + kAhead : end;
+    for (int64_t at = start; at < end; at += page) {
+        const int64_t stop = at + page < end ? at + page : end;
         for (; next < pass.num_left && pass.left_at[next] < stop; next++) pass.v[pass.left_at[next]] = pass.left[next];
         bad |= update_pieces(pass, at, stop, segment, hits);
     }
