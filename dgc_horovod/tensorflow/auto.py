@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.notices import JOINED, SEVERAL, SPARSE, tell_stock
+from dgc_horovod.notices import SEVERAL, SPARSE, tell_stock
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, fitted
 from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.parts import StatePart
@@ -97,16 +97,16 @@ class AutomaticExchange(GradientExchange, StatePart):
 
     def put(self, state: ResidualState) -> None:
         """See `StatePart`: the choice, if it was made."""
-        trial = self.choice.trial
-        state.mode = trial.mode if trial.ended else UNDECIDED
-        if self.choice.given_up:
+        choice = self.choice
+        state.mode = choice.mode if choice.ended else UNDECIDED
+        if choice.given_up:
             state.mode = UNDECIDED if self.keeps_state else DENSE
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
         self._seen = self.steps.buckets.steps
         self.choice.resume(state.mode)
-        self.keeps_state = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED
+        self.keeps_state = state.mode == UNDECIDED or self.choice.mode == COMPRESSED
 
     def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
         which, probes = self._branch(inputs.iterations)
@@ -208,9 +208,9 @@ class AutomaticExchange(GradientExchange, StatePart):
             iterations: number of steps that the optimizer has made.
         """
         (todo,) = self.steps.call(self._due, [iterations], [tf.int32])
-        # the ranks compare their times; or they see that none is in join, before the first compressed step
-        compared = [partial(self._summed, name, [0.0]) for name in ("times", "all")]
-        done = tf.switch_case(todo, [lambda: tf.constant(True), *compared])
+        compare = partial(self._summed, "times", self._own, self._compare, [iterations])
+        meet = partial(self._summed, "all", self._here, self._meet, [iterations])
+        done = tf.switch_case(todo, [lambda: tf.constant(True), compare, meet])
         with tf.control_dependencies([done]):
             which, probes = self.steps.call(self._which, [iterations], [tf.int32, tf.bool])
         return which, probes
@@ -221,14 +221,13 @@ class AutomaticExchange(GradientExchange, StatePart):
             self._seen, waited, self._waited = made, self._waited, 0.0
             if choice.step_ended(time.perf_counter(), waited):
                 return [np.int32(_COMPARING)]
-        begins = choice.trial.mode == COMPRESSED and not (self.keeps_state or choice.given_up)
+        begins = choice.mode == COMPRESSED and not (self.keeps_state or choice.given_up)
         return [np.int32(_MEETING if begins else _NOTHING)]
 
     def _which(self, iterations: np.ndarray) -> list[Any]:
-        choice, trial = self.choice, self.choice.trial
-        if choice.given_up:
-            trial.stay(DENSE)
-        mode = trial.mode
+        if self.choice.given_up:
+            self.choice.stay(DENSE)
+        mode = self.choice.mode
         if mode == COMPRESSED:
             self.keeps_state = True
         else:
@@ -258,31 +257,35 @@ class AutomaticExchange(GradientExchange, StatePart):
 
     # -- comparisons
 
-    def _summed(self, name: str, inputs: Sequence[Any]) -> tf.Tensor:
-        """Return True once the ranks have compared `name`: each gives a vector (`_give`), and takes their sum."""
-        (own,) = self.steps.call(self._give, inputs, [tf.float64], name)
-        (taken,) = self.steps.call(self._take, [self.collectives.allreduce(own, f"auto.{name}")], [tf.bool], name)
+    def _summed(
+        self, name: str, own: Callable[..., Any], take: Callable[[np.ndarray], None], inputs: Sequence[Any]
+    ) -> tf.Tensor:
+        """Return True once `take` has got the sum over the ranks of the vectors that `own` returns for `inputs`."""
+        (vector,) = self.steps.call(own, inputs, [tf.float64])
+        (taken,) = self.steps.call(take, [self.collectives.sum_in_time(vector, f"auto.{name}")])
         return taken
 
-    def _give(self, name: str, *clock: np.ndarray) -> list[Any]:
-        self.collectives.arm(f"auto.{name}")
-        if name == "all":
-            return [np.ones(1)]
-        if name == "times":
-            return [np.array(self.choice.own())]
+    def _here(self, _: np.ndarray) -> list[Any]:
+        return [np.ones(1)]
+
+    def _meet(self, sums: np.ndarray) -> None:
+        """Give up if a rank is in join, before the first compressed step."""
+        self.choice.meet(sums.tolist())
+
+    def _own(self, _: np.ndarray) -> list[Any]:
+        return [np.array(self.choice.own())]
+
+    def _compare(self, sums: np.ndarray) -> None:
+        self._asks = self.choice.compare(sums.tolist())
+
+    def _observed(self, *clock: np.ndarray) -> list[Any]:
         times = np.diff(np.array(clock)).tolist()
         one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
         return [np.array(self.choice.observed(one, many, False))]
 
-    def _take(self, name: str, sums: np.ndarray) -> None:
-        self.collectives.watch.disarm()
-        if name == "times":
-            self._asks = self.choice.compare(sums.tolist())
-        elif name == "expected":
-            self._asks = False
-            self.choice.expect(sums.tolist())
-        elif round(float(sums[0])) != self.collectives.workers:
-            self.choice.give_up(JOINED)
+    def _expect(self, sums: np.ndarray) -> None:
+        self._asks = False
+        self.choice.expect(sums.tolist())
 
     def _expected(self) -> tf.Tensor:
         """Time the link, and predict the time of a compressed step; in a dense step, after its gradients have arrived.
@@ -297,7 +300,7 @@ class AutomaticExchange(GradientExchange, StatePart):
                 received = self.collectives.allreduce(sent, f"auto.link.{numel}.{i}")
                 clock.append(began)
         ended, _ = self.steps.call(self._probe, [received[:1]], dtypes, 0)
-        return self._summed("expected", [*clock, ended])
+        return self._summed("expected", self._observed, self._expect, [*clock, ended])
 
     def _probe(self, numel: int, _: np.ndarray) -> list[Any]:
         """Return the time, and what is sent next: `numel` elements."""

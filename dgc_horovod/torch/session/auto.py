@@ -38,8 +38,8 @@ class AutoTuned(EveryStep):
         self._waited = 0.0  # seconds, in the present step
         self._owed: dict[Parameter, torch.Tensor] = {}
 
-    def started(self) -> None:
-        """See `Strategy`."""
+    def built(self) -> None:
+        """See `Strategy`; ranks do not change under ``auto``."""
         carrier = self.session.carrier
         self.choice = Choice(self.session.exchange, carrier.stock, carrier.stock_on_gloo)
 
@@ -116,13 +116,13 @@ class AutoTuned(EveryStep):
     # -- comparison of measurements between ranks
 
     def _compare(self) -> None:
-        choice, before = self.choice, self.choice.trial.mode
+        choice, before = self.choice, self.choice.mode
         if choice.compare(self._sums(choice.own(), "times")):
             sparse = any(p.grad is not None and p.grad.is_sparse for p in self.session.exchange.names)
             own = choice.observed(self._timed(1), self._timed(choice.probed), sparse)
             choice.expect(self._sums(own, "expected"))
-        if choice.trial.mode != before:
-            self.switch(choice.trial.mode)
+        if choice.mode != before:
+            self.switch(choice.mode)
 
     def _sums(self, own: Sequence[float], name: str) -> list[float]:
         return self._allreduced(torch.tensor(own, dtype=torch.float64), name).tolist()
@@ -143,9 +143,9 @@ class AutoTuned(EveryStep):
 
     def leave(self) -> None:
         """Switch to the framework's own exchange, on every rank, if the choice was given up."""
-        if self.choice.given_up and self.choice.trial.mode != DENSE:
+        if self.choice.given_up and self.choice.mode != DENSE:
             self.switch(DENSE)
-            self.choice.trial.stay(DENSE)
+            self.choice.stay(DENSE)
 
     def switch(self, mode: str) -> None:
         """Switch to another exchange from the next step on; call it on every rank, between two steps."""
@@ -174,13 +174,13 @@ class AutoTuned(EveryStep):
 
     def put(self, state: ResidualState) -> None:
         """See `StatePart`."""
-        trial = self.choice.trial
-        state.mode = trial.mode if trial.ended or trial.mode == COMPRESSED else UNDECIDED
+        choice = self.choice
+        state.mode = choice.mode if choice.ended or choice.mode == COMPRESSED else UNDECIDED
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
         self.choice.resume(state.mode)
-        self._enter(self.choice.trial.mode)
+        self._enter(self.choice.mode)
 
     def _begin_anew(self) -> None:
         """Flush, and start the choice again, on every rank."""
@@ -189,7 +189,7 @@ class AutoTuned(EveryStep):
 
     def ranks_changed(self) -> None:
         """See `Strategy`."""
-        if self.choice.trial.ended:  # the choice was made for another number of ranks
+        if self.choice.ended:  # the choice was made for another number of ranks
             self._begin_anew()
 
     def check_between_steps(self) -> None:
@@ -199,12 +199,12 @@ class AutoTuned(EveryStep):
 
     def conclude(self) -> None:
         """Start a trial again before a checkpoint, which cannot hold a part of one."""
-        if not self.stock and not self.choice.trial.ended:
+        if not self.stock and not self.choice.ended:
             self._begin_anew()
 
     def sees_clip(self, clip: Clip, known: bool) -> None:
         """See `Strategy`."""
-        if not self.choice.trial.ended:
+        if not self.choice.ended:
             self.choice.script_clips = True
         if self.stock and known:
             self.session.exchange.clipping.keep(clip)

@@ -34,9 +34,6 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
     def built(self) -> None:
         """Adapt to a new exchange of the session."""
 
-    def started(self) -> None:
-        """Finish the set-up, when the session is complete."""
-
     def hand_over(self, p: Parameter) -> Result:
         """Pass the complete gradient of `p` to its exchange, if gradients are exchanged."""
         raise NotImplementedError
