@@ -24,7 +24,6 @@ from functools import cached_property
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, rounds_of, through_card, within_budget
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, INSIDE, Round
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine, seconds, waiting
@@ -177,12 +176,7 @@ def cost(
         cluster: workers and links.
         machine: seconds of one worker.
         rank: number of columns of PowerSGD's factors, >= 1.
-
-    Raises:
-        ConfigError: there is no such method.
     """
-    if method not in METHODS:
-        raise ConfigError(f"there is no method {method!r} to price; there are {', '.join(METHODS)}")
     numel, density, hides = sum(spec.numel for spec in specs), 1.0, True
     if method in EXCHANGES:
         config = within_budget(specs, config.replace(exchange=method), _topology(method, cluster))

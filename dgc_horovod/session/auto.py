@@ -25,7 +25,8 @@ _CLOSE = 1.3  # ratio of times below which more steps are timed
 class Choice:
     """The trial of all ranks: dense steps are timed, then compressed ones if those are predicted to be faster.
 
-    In each comparison a rank gives `own`, and takes the sum over the ranks.
+    In each comparison a rank gives `own`, and takes the sum over the ranks. Between comparisons ranks may do so to find
+    out whether one is in join.
 
     Args:
         exchange: the compressed exchange.
@@ -44,7 +45,6 @@ class Choice:
 
     def __init__(self, exchange: OptimizerExchange, stock: str, on_gloo: bool) -> None:
         self.exchange, self._stock, self._on_gloo = exchange, stock, on_gloo
-        self._waited = 0.0  # seconds of waiting in a dense step, the same on every rank
         self.given_up = self.script_clips = self.script_accumulates = False
         self.begin()
 
@@ -55,7 +55,7 @@ class Choice:
         self._time(DENSE)
         short = total is not None and is_too_short(total)
         self.ended = exchange.workers == 1 or not exchange.compressed or short or self.given_up
-        if short and self.speaks:
+        if short and exchange.rank == 0:
             needed = f"whose density would have to be {exchange.config.density:g}"
             text = f"{total} steps are too few for compression, {needed}, or for a trial"
             make_visible()
@@ -81,15 +81,10 @@ class Choice:
 
     def give_up(self, why: str) -> None:
         """End the trial: the ranks go back to the uncompressed exchange as soon as all can, and stay with it."""
-        if not self.given_up and self.speaks:
+        if not self.given_up and self.exchange.rank == 0:
             _log.info("dgc_horovod: auto: %s; %s stays", why, self._stock)
         self.given_up = True
         self.stay()
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank decides for all, and tells the user."""
-        return self.exchange.rank == 0
 
     def count(self) -> None:
         """Count a step of the uncompressed exchange."""
@@ -108,7 +103,7 @@ class Choice:
             waited: seconds of this step that were spent waiting for the uncompressed exchange, >= 0.
 
         Returns:
-            Whether the ranks are to compare times: `own`, `compare`, and if that returns true, `observed` and `expect`.
+            Whether the ranks are to compare times: `own`, then `compare`.
         """
         if self.ended:
             return False
@@ -117,35 +112,49 @@ class Choice:
             self._times.append(now - self._last)
             self._waits.append(waited)
         self._last = now
-        compares = len(self._times) == self._timed
-        if compares and self.exchange.ranks_in_join:
+        if self._is_due and self.exchange.ranks_in_join:
             self.give_up(JOINED)  # ranks in join take part in steps only
-        return compares and not self.given_up
+        return self._is_due
 
-    def own(self) -> list[float]:
-        """Return the median times of this rank's steps and waits, a vector for a sum over the ranks."""
-        return [1.0, statistics.median(self._times), statistics.median(self._waits)]
+    @property
+    def _is_due(self) -> bool:
+        return not self.ended and len(self._times) == self._timed
 
-    def meet(self, sums: Sequence[float]) -> list[float] | None:
-        """Return means over the ranks of a vector that begins with a 1 of each.
+    @property
+    def probed(self) -> int:
+        """Number of elements of the longer of the timed allreduces, > 1."""
+        return max(2, min(PROBED, sum(self.exchange.numel.values()) // 8))
 
-        If some have no more data, give up, and return None: Horovod's join sends zeros for them.
+    def own(self, one: float = 0.0, many: float = 0.0, sparse: bool = False) -> list[float]:
+        """Return the times of this rank and the state of its gradients, a vector for a sum over the ranks.
+
+        Args:
+            one, many: in dense steps, seconds of an allreduce of one element, and of `probed`.
+            sparse: whether there are sparse gradients.
         """
-        if round(sums[0]) == self.exchange.workers:
-            return [total / sums[0] for total in sums[1:]]
-        self.give_up(JOINED)
-        return None
+        config, nodes = self.exchange.config, self.exchange.topology.node_size > 1
+        # workers of a node might differ in what they clip, see `NodeGradientExchange`
+        hindered = (self.script_clips and nodes and config.clip_norm is None) or self.script_accumulates
+        times = [statistics.median(each) if each else 0.0 for each in (self._times, self._waits)]
+        return [1.0, *times, one, many, float(sparse), float(hindered)]
 
-    def compare(self, sums: Sequence[float]) -> bool:
-        """Take the sums of `own`; returns whether the link is to be timed, for `expect`."""
-        means = self.meet(sums)
-        if means is None or self._times_more(means[0]):
-            return False
-        if self.mode == DENSE:
-            self._dense, self._waited = means
-            return True
-        self.decide(means[0], None)
-        return False
+    def compare(self, sums: Sequence[float]) -> None:
+        """Take the sums of `own`, and decide, unless more steps are to be timed.
+
+        Compression is tried after dense steps, unless the cost model predicts that it is slower.
+        """
+        if round(sums[0]) != self.exchange.workers:  # Horovod's join sends zeros for ranks that have no more data
+            self.give_up(JOINED)
+        step, waited, one, many, sparse, hindered = (total / sums[0] for total in sums[1:])
+        if not self._is_due or self._times_more(step):
+            return
+        if sparse:
+            return self.give_up(SPARSE)
+        expected = None
+        if self.mode == DENSE and not hindered:
+            observed = Observed(step, waited, one, many, self.probed)
+            expected = predicted(self.exchange, observed, self._on_gloo)
+        self.decide(step, expected)
 
     def _times_more(self, seconds: float) -> bool:
         """Whether more steps are timed before a decision: if steps are short, unless the difference is clear."""
@@ -155,35 +164,6 @@ class Choice:
             return False
         self._timed = wanted
         return True
-
-    @property
-    def probed(self) -> int:
-        """Number of elements of the longer of the timed allreduces, > 1."""
-        return max(2, min(PROBED, sum(self.exchange.numel.values()) // 8))
-
-    def observed(self, one: float, many: float, sparse: bool) -> list[float]:
-        """Return the times of the link and the state of the gradients, a vector for a sum over the ranks.
-
-        Args:
-            one, many: seconds of an allreduce of one element, and of `probed`.
-            sparse: whether there are sparse gradients.
-        """
-        config, nodes = self.exchange.config, self.exchange.topology.node_size > 1
-        # workers of a node might differ in what they clip, see `NodeGradientExchange`
-        clips = self.script_clips and nodes and config.clip_norm is None
-        hindered = clips or self.script_accumulates
-        return [1.0, one, many, float(sparse), float(hindered)]
-
-    def expect(self, sums: Sequence[float]) -> None:
-        """Take the sums of `observed`, and try compression unless the cost model predicts that it is slower."""
-        found = self.meet(sums)
-        if found is None:
-            return
-        one, many, sparse, hindered = found
-        if sparse:
-            return self.give_up(SPARSE)
-        observed = Observed(self._dense, self._waited, one, many, self.probed)
-        self.decide(observed.step, None if hindered else predicted(self.exchange, observed, self._on_gloo))
 
     def decide(self, seconds: float, expected: float | None) -> None:
         """After dense steps try compression, unless it is predicted to be slower; after compressed ones choose.
@@ -200,7 +180,7 @@ class Choice:
         else:
             self.stay()
         self.exchange.counts.trial_seconds = dict(self.seconds)
-        if self.speaks:
+        if self.exchange.rank == 0:
             self._tell(expected)
 
     def _tell(self, expected: float | None) -> None:

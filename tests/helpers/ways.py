@@ -161,7 +161,7 @@ class Training(Protocol):
 Made = Callable[..., Any]  # (way, seed) -> Training
 
 
-_begin, _time = Choice.begin, Choice._time
+_begin, _time, _own = Choice.begin, Choice._time, Choice.own
 
 
 def _begin_scripted(choice: Any) -> None:
@@ -186,7 +186,7 @@ def scripted() -> Any:
     script: dict[str, Any] = {
         "begin": _begin_scripted,
         "_time": _time_three,
-        "own": lambda _: [1.0, 1.0, 0.0],
+        "own": lambda *link: [1.0, 1.0, 0.0, *_own(*link)[3:]],
         "decide": _decide_by_script,
     }
     return mock.patch.multiple(Choice, **script)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -39,9 +40,8 @@ def run(choice, seconds, expected):
         modes.append(choice.mode)
         now += seconds[choice.mode]
         if choice.step_ended(now, 0.0):
-            own = choice.own()
-            if choice.compare([2 * x for x in own]):
-                choice.decide(own[1], expected)
+            with mock.patch("dgc_horovod.session.auto.predicted", return_value=expected):
+                choice.compare([2 * x for x in choice.own()])
     return modes
 
 
@@ -99,7 +99,7 @@ def test_steps_right_after_a_change_are_not_timed():
     for step in range(SETTLING + TIMED):
         now += 100.0 if step < SETTLING else 1.0
         ready = choice.step_ended(now, 0.25)
-    assert ready and choice.own() == [1.0, 1.0, 0.25]
+    assert ready and choice.own()[:3] == [1.0, 1.0, 0.25]
 
 
 @pytest.mark.parametrize("steps, density", [(300, 0.067), (1000, 0.02), (30_000, LEAST), (10, 1.0), (1, 1.0)])

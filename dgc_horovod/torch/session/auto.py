@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
 
 import torch
 
@@ -108,24 +107,16 @@ class AutoTuned(EveryStep):
         self.choice.count()
         return True
 
-    def clear_gradients(self) -> None:
-        """See `EveryStep`."""
-        self.session.carrier.cleared()
-        super().clear_gradients()
-
     # -- comparison of measurements between ranks
 
     def _compare(self) -> None:
-        choice, before = self.choice, self.choice.mode
-        if choice.compare(self._sums(choice.own(), "times")):
+        choice, before, own = self.choice, self.choice.mode, self.choice.own()
+        if self.stock:
             sparse = any(p.grad is not None and p.grad.is_sparse for p in self.session.exchange.names)
-            own = choice.observed(self._timed(1), self._timed(choice.probed), sparse)
-            choice.expect(self._sums(own, "expected"))
+            own = choice.own(self._timed(1), self._timed(choice.probed), sparse)
+        choice.compare(self._allreduced(torch.tensor(own, dtype=torch.float64), "times").tolist())
         if choice.mode != before:
             self.switch(choice.mode)
-
-    def _sums(self, own: Sequence[float], name: str) -> list[float]:
-        return self._allreduced(torch.tensor(own, dtype=torch.float64), name).tolist()
 
     def _allreduced(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         collectives = self.session.exchange.collectives

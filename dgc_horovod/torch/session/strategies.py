@@ -236,6 +236,7 @@ class EveryStep(Strategy):
     def clear_gradients(self) -> None:
         """Raise UnsupportedUse while gradients are exchanged."""
         session, passes = self.session, self.session.passes
+        session.carrier.cleared()
         if passes.results:
             raise UnsupportedUse(_CLEARED)
         if passes.synchronized and session.may_apply and not (self.stock or session.offered):
