@@ -223,17 +223,7 @@ class Observed:
     waited: float
     one: float
     many: float
-    numel: float
-
-    @property
-    def computing(self) -> float:
-        """Seconds of a step without any exchange."""
-        return max(self.step - self.waited, _LEAST_SHARE * self.step)
-
-    def link_bits(self, workers: int) -> float:
-        """Bits a second that a card receives in a ring allreduce, sums included."""
-        received = ring_received(int(4 * self.numel), workers)
-        return 8 * received / max(self.many - self.one, 1e-3 * self.many)
+    numel: int
 
 
 def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> float:
@@ -248,13 +238,16 @@ def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> flo
         gloo: whether allreduces are Gloo's, on a CPU, which adds 16-bit values one by one.
     """
     place, config, specs = buckets.topology, buckets.config, buckets.specs
-    card = Link(observed.link_bits(place.workers) / PAYLOAD, latency=0.0, message=0.0)
+    computing = max(observed.step - observed.waited, _LEAST_SHARE * observed.step)
+    received = ring_received(4 * observed.numel, place.workers)
+    bits = 8 * received / max(observed.many - observed.one, 1e-3 * observed.many)
+    card = Link(bits / PAYLOAD, latency=0.0, message=0.0)
     cluster = Cluster(place.workers, card, place.node_size, cycle=observed.one)
-    alone = Machine(observed.computing, overlap=0.0, overhead=_HOOK * len(specs))
+    alone = Machine(computing, overlap=0.0, overhead=_HOOK * len(specs))
     machine = replace(alone.over_gloo(), add_fp32=0.0) if gloo else alone
     dense = cost(DENSE, specs, config, cluster, machine)
     hidden = max(0.0, dense.network_seconds - observed.waited)
     nodes = HIERARCHICAL if place.node_size > 1 else ""
     exchange = "+".join(filter(None, (nodes, SHARDED if config.shards else ""))) or FLAT
-    machine = replace(machine, overlap=min(1.0, hidden / observed.computing))
+    machine = replace(machine, overlap=min(1.0, hidden / computing))
     return cost(exchange, specs, config, cluster, machine).step_seconds

@@ -112,8 +112,8 @@ class EveryStep(Strategy):
         if passes.synchronized and session.may_apply and not session.offered:
             steps.check_update_left(session, p)
         passes.synchronized = False
-        if not session.exchange.under_way:
-            with session.exchange.lock:
+        with session.exchange.lock:  # several threads may run the backward pass
+            if not session.exchange.under_way:
                 self._begin()
         session.groups.note_frozen(p, session.update, session.exchange)
         session.watch.taken(p)
@@ -122,8 +122,6 @@ class EveryStep(Strategy):
     def _begin(self) -> None:
         """Begin a step at its first gradient: set how gradients enter the residual, and their weight decay."""
         session, exchange, update = self.session, self.session.exchange, self.session.update
-        if exchange.under_way:  # another thread has begun it
-            return
         session.see_scaler()
         groups = {id(group): group for group in map(session.groups.of, exchange.names)}
         exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
