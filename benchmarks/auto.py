@@ -23,7 +23,7 @@ from benchmarks.quality.tasks import GPT_BLOCKS, GPT_WIDTH, Bytes, TransformerMo
 from benchmarks.ranks import launch
 from benchmarks.report import RESULTS, complete, markdown, read_results, slowest
 from benchmarks.timing import wall_clock
-from dgc_horovod.planning.trial import Trial
+from dgc_horovod.session.auto import Choice
 
 FILE, TIMEOUT_SECONDS = RESULTS / "auto.json.xz", 1800
 HOSTS, RATES = 2, ("100mbit", "1gbit", "10gbit", "none")
@@ -89,8 +89,8 @@ TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], tupl
 KERAS = {"Keras MLP, 0.4 M": (64, 784), "Keras ResNet-50, 23.8 M": (8, 32, 32, 3)}
 
 
-# of a model that one method trains, functions that do a step, and that give the trial of auto
-Trainer = tuple[Callable[[], Any], Callable[[], Trial]]
+# of a model that one method trains, functions that do a step, and that give the choice of auto
+Trainer = tuple[Callable[[], Any], Callable[[], Choice]]
 
 
 def torch_rank(name: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def torch_rank(name: str) -> dict[str, Any]:
             functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), y).backward()
             optimizer.step()
 
-        return step, lambda: session(optimizer).strategy.choice.trial
+        return step, lambda: session(optimizer).strategy.choice
 
     connections.start()
     return in_turns(make, lambda number: float(hvd.allreduce(torch.tensor(number), name="mean")))
@@ -165,7 +165,7 @@ def keras_rank(name: str) -> dict[str, Any]:
             return loss
 
         step()  # traced
-        return lambda: step().numpy(), lambda: session(optimizer).choice.trial
+        return lambda: step().numpy(), lambda: session(optimizer).choice
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
@@ -179,9 +179,9 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
         make: function that makes the trainer of a method.
         mean: function that gives the mean of a number over the ranks, when all of them have come.
     """
-    auto, trial_of = make(AUTO)
+    auto, choice_of = make(AUTO)
     choosing = [wall_clock(auto)]
-    while not trial_of().ended:
+    while not choice_of().ended:
         choosing.append(wall_clock(auto))
     trainers = {AUTO: auto, **{method: make(method)[0] for method in METHODS if method != AUTO}}
     longest = mean(statistics.median(choosing))
@@ -194,8 +194,8 @@ def in_turns(make: Callable[[str], Trainer], mean: Callable[[float], float]) -> 
             taken = [wall_clock(trainers[method]) for _ in range(steps)]
             times[method] += taken if turn else []
     return {
-        "mode": trial_of().mode,
-        "found": {mode: round(1e3 * seconds, 2) for mode, seconds in trial_of().seconds.items()},
+        "mode": choice_of().mode,
+        "found": {mode: round(1e3 * seconds, 2) for mode, seconds in choice_of().seconds.items()},
         "choosing_ms": [round(ms, 2) for ms in choosing],
         "ms": {method: [round(ms, 2) for ms in taken] for method, taken in times.items()},
     }

@@ -11,7 +11,6 @@ from dgc_horovod.core.bucketing import card_bytes, dense_values
 from dgc_horovod.core.ending import IN_A_ROW, LEFT_OUT, TRIED_AGAIN, WEIGHTS
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import NotFinite
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, Trial
 from dgc_horovod.stats import ExchangeStats, size
 
 _log = logging.getLogger("dgc_horovod")
@@ -251,47 +250,16 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
         )
 
 
-def tell_choice(exchange: OptimizerExchange, trial: Trial, expected: float | None, stock: str) -> None:
-    """Log the result of a comparison: the exchange that is tried next or stays, and the times.
-
-    Args:
-        exchange: buckets of the optimizer.
-        trial: trial, after a comparison.
-        expected: predicted seconds of a compressed step, after the dense steps; else None.
-        stock: name of the uncompressed exchange, "stock Horovod" or "DDP".
-    """
-    names = {DENSE: stock, COMPRESSED: f"compression at density {exchange.density():g}"}
-    text = f"{names[trial.mode]} stays" if trial.ended else f"trying {names[trial.mode]}"
-    text += ": " + ", ".join(f"{names[mode]} {1e3 * time:,.0f} ms a step" for mode, time in trial.seconds.items())
-    if expected is not None:
-        text += f"; expected: {names[COMPRESSED]} {1e3 * expected:,.0f} ms"
-    _log.info("dgc_horovod: step %d: %s", exchange.steps, text)
-
-
 # Why the uncompressed exchange stays
 JOINED = "a rank has called hvd.join() before a choice was made"
 SPARSE = "there are sparse gradients, which compression would make dense"
 SEVERAL = "the set of trained variables has changed"
 
 
-def tell_given_up(why: str, stock: str) -> None:
-    """Log that the trial has ended without a choice, and why."""
-    _log.info("dgc_horovod: auto: %s; %s stays", why, stock)
-
-
 def tell_stock(why: str, stock: str) -> None:
     """Warn that a job of compression auto cannot be compressed, and why."""
     make_visible()
     _log.warning("dgc_horovod: auto: %s stays, because compression is not possible: %s", stock, why)
-
-
-def tell_too_short(total_steps: int, density: float, stock: str) -> None:
-    """Warn that a run is too short to gain by compression."""
-    make_visible()
-    text = (
-        f"{total_steps} steps are too few for compression, whose density would have to be {density:g}, or for a trial"
-    )
-    _log.warning("dgc_horovod: auto: %s: %s stays", text, stock)
 
 
 def _who(exchange: OptimizerExchange) -> str:

@@ -24,7 +24,6 @@ from functools import cached_property
 from dgc_horovod.config import FLAT, HIERARCHICAL, SHARDED, DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, rounds_of, through_card, within_budget
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLREDUCE, ALLTOALL, INSIDE, Round
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.planning.cluster import PAYLOAD, Cluster, Link, Machine, seconds, waiting
@@ -177,12 +176,7 @@ def cost(
         cluster: workers and links.
         machine: seconds of one worker.
         rank: number of columns of PowerSGD's factors, >= 1.
-
-    Raises:
-        ConfigError: there is no such method.
     """
-    if method not in METHODS:
-        raise ConfigError(f"there is no method {method!r} to price; there are {', '.join(METHODS)}")
     numel, density, hides = sum(spec.numel for spec in specs), 1.0, True
     if method in EXCHANGES:
         config = within_budget(specs, config.replace(exchange=method), _topology(method, cluster))
@@ -229,17 +223,7 @@ class Observed:
     waited: float
     one: float
     many: float
-    numel: float
-
-    @property
-    def computing(self) -> float:
-        """Seconds of a step without any exchange."""
-        return max(self.step - self.waited, _LEAST_SHARE * self.step)
-
-    def link_bits(self, workers: int) -> float:
-        """Bits a second that a card receives in a ring allreduce, sums included."""
-        received = ring_received(int(4 * self.numel), workers)
-        return 8 * received / max(self.many - self.one, 1e-3 * self.many)
+    numel: int
 
 
 def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> float:
@@ -254,13 +238,16 @@ def predicted(buckets: OptimizerExchange, observed: Observed, gloo: bool) -> flo
         gloo: whether allreduces are Gloo's, on a CPU, which adds 16-bit values one by one.
     """
     place, config, specs = buckets.topology, buckets.config, buckets.specs
-    card = Link(observed.link_bits(place.workers) / PAYLOAD, latency=0.0, message=0.0)
+    computing = max(observed.step - observed.waited, _LEAST_SHARE * observed.step)
+    received = ring_received(4 * observed.numel, place.workers)
+    bits = 8 * received / max(observed.many - observed.one, 1e-3 * observed.many)
+    card = Link(bits / PAYLOAD, latency=0.0, message=0.0)
     cluster = Cluster(place.workers, card, place.node_size, cycle=observed.one)
-    alone = Machine(observed.computing, overlap=0.0, overhead=_HOOK * len(specs))
+    alone = Machine(computing, overlap=0.0, overhead=_HOOK * len(specs))
     machine = replace(alone.over_gloo(), add_fp32=0.0) if gloo else alone
     dense = cost(DENSE, specs, config, cluster, machine)
     hidden = max(0.0, dense.network_seconds - observed.waited)
     nodes = HIERARCHICAL if place.node_size > 1 else ""
     exchange = "+".join(filter(None, (nodes, SHARDED if config.shards else ""))) or FLAT
-    machine = replace(machine, overlap=min(1.0, hidden / observed.computing))
+    machine = replace(machine, overlap=min(1.0, hidden / computing))
     return cost(exchange, specs, config, cluster, machine).step_seconds

@@ -7,14 +7,13 @@ import statistics
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from dgc_horovod.notices import JOINED, SEVERAL, SPARSE, tell_stock
+from dgc_horovod.notices import SEVERAL, SPARSE, tell_stock
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, fitted
 from dgc_horovod.session.auto import REPEATS, Choice
 from dgc_horovod.state.parts import StatePart
@@ -28,7 +27,6 @@ from dgc_horovod.tensorflow.variables import Gradient
 
 HANDED_BACK = "handed back"  # a dense step, before which the ranks' residuals are applied
 BRANCHES = (DENSE, COMPRESSED, HANDED_BACK)  # kinds of a step, by number
-_NOTHING, _COMPARING, _MEETING = range(3)  # actions of the ranks before a step
 
 
 def for_a_choice(settings: Settings, kinds: Sequence[str], run_steps: int | None) -> Settings:
@@ -75,7 +73,7 @@ class AutomaticExchange(GradientExchange, StatePart):
         self.keeps_state = False  # whether the engines may hold state that must be handed back before a stock step
         self._seen = steps.buckets.steps  # number of steps whose times were counted
         self._given_at = self._waited = 0.0
-        self._asks = False  # whether the link is to be timed, see `Choice.compare`
+        self._asks = False  # whether the ranks compare in the dense step, where the link is timed
         steps.counts.mode = DENSE
         weak: Any = weakref.proxy(self)  # or it would be a cycle
         self.kept.register(weak)
@@ -97,16 +95,16 @@ class AutomaticExchange(GradientExchange, StatePart):
 
     def put(self, state: ResidualState) -> None:
         """See `StatePart`: the choice, if it was made."""
-        trial = self.choice.trial
-        state.mode = trial.mode if trial.ended else UNDECIDED
-        if self.choice.given_up:
+        choice = self.choice
+        state.mode = choice.mode if choice.ended else UNDECIDED
+        if choice.given_up:
             state.mode = UNDECIDED if self.keeps_state else DENSE
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
         self._seen = self.steps.buckets.steps
         self.choice.resume(state.mode)
-        self.keeps_state = state.mode == UNDECIDED or self.choice.trial.mode == COMPRESSED
+        self.keeps_state = state.mode == UNDECIDED or self.choice.mode == COMPRESSED
 
     def _graph(self, gradients: list[Gradient], inputs: StepInputs) -> Exchanged:
         which, probes = self._branch(inputs.iterations)
@@ -139,7 +137,7 @@ class AutomaticExchange(GradientExchange, StatePart):
 
         Args:
             gradients: gradients of this rank.
-            probes: whether to predict now the time of a compressed step.
+            probes: whether the ranks compare in this step.
             owed: tensors that are added to some of the averages, by number.
             after: tensors that must be there before the step ends.
         """
@@ -151,7 +149,7 @@ class AutomaticExchange(GradientExchange, StatePart):
         found = self._stock_path(dict(enumerate(gradients)))
         results = [found[i] for i in range(len(gradients))]
         with tf.control_dependencies([given, *after, *results]):
-            ends = tf.cond(probes, self._expected, lambda: tf.constant(True))
+            ends = tf.cond(probes, self._timed_link, lambda: tf.constant(True))
             (applied,) = self.steps.call(self._ended, [ends])  # stock arithmetic skips nothing
         results = averages_clipped(results, self.update.optimizer, self.settings)
         results = [tf.cast(result, self._dtype(i, result.dtype)) for i, result in enumerate(results)]
@@ -202,33 +200,32 @@ class AutomaticExchange(GradientExchange, StatePart):
     # -- before a step
 
     def _branch(self, iterations: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the number of the step's branch in `BRANCHES`, and whether it needs `expected`.
+        """Return the number of the step's branch in `BRANCHES`, and whether the ranks compare in it.
 
         Args:
             iterations: number of steps that the optimizer has made.
         """
-        (todo,) = self.steps.call(self._due, [iterations], [tf.int32])
-        # the ranks compare their times; or they see that none is in join, before the first compressed step
-        compared = [partial(self._summed, name, [0.0]) for name in ("times", "all")]
-        done = tf.switch_case(todo, [lambda: tf.constant(True), *compared])
+        (meets,) = self.steps.call(self._due, [iterations])
+        done = tf.cond(meets, lambda: self._compared([iterations]), lambda: tf.constant(True))
         with tf.control_dependencies([done]):
             which, probes = self.steps.call(self._which, [iterations], [tf.int32, tf.bool])
         return which, probes
 
     def _due(self, _: np.ndarray) -> list[Any]:
-        choice, made = self.choice, self.steps.buckets.steps
+        """Return whether the ranks meet before the step: to compare, or as one may be in join, to begin to compress."""
+        choice, made, compares = self.choice, self.steps.buckets.steps, False
         if made != self._seen:  # a step has ended
             self._seen, waited, self._waited = made, self._waited, 0.0
-            if choice.step_ended(time.perf_counter(), waited):
-                return [np.int32(_COMPARING)]
-        begins = choice.trial.mode == COMPRESSED and not (self.keeps_state or choice.given_up)
-        return [np.int32(_MEETING if begins else _NOTHING)]
+            compares = choice.step_ended(time.perf_counter(), waited)
+        is_dense = choice.mode == DENSE
+        self._asks |= compares and is_dense
+        begins = not (is_dense or self.keeps_state or choice.given_up)
+        return [np.bool_(begins or (compares and not is_dense))]
 
     def _which(self, iterations: np.ndarray) -> list[Any]:
-        choice, trial = self.choice, self.choice.trial
-        if choice.given_up:
-            trial.stay(DENSE)
-        mode = trial.mode
+        if self.choice.given_up:
+            self.choice.stay(DENSE)
+        mode = self.choice.mode
         if mode == COMPRESSED:
             self.keeps_state = True
         else:
@@ -258,34 +255,24 @@ class AutomaticExchange(GradientExchange, StatePart):
 
     # -- comparisons
 
-    def _summed(self, name: str, inputs: Sequence[Any]) -> tf.Tensor:
-        """Return True once the ranks have compared `name`: each gives a vector (`_give`), and takes their sum."""
-        (own,) = self.steps.call(self._give, inputs, [tf.float64], name)
-        (taken,) = self.steps.call(self._take, [self.collectives.allreduce(own, f"auto.{name}")], [tf.bool], name)
+    def _compared(self, clock: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return True once the ranks have compared; `clock`: see `_own`."""
+        (own,) = self.steps.call(self._own, clock, [tf.float64])
+        (taken,) = self.steps.call(self._take, [self.collectives.sum_in_time(own, "auto.times")])
         return taken
 
-    def _give(self, name: str, *clock: np.ndarray) -> list[Any]:
-        self.collectives.arm(f"auto.{name}")
-        if name == "all":
-            return [np.ones(1)]
-        if name == "times":
-            return [np.array(self.choice.own())]
+    def _own(self, *clock: np.ndarray) -> list[Any]:
+        """Return this rank's vector; `clock`: in a dense step, the times at which allreduces began, and the end."""
         times = np.diff(np.array(clock)).tolist()
-        one, many = (statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS))
-        return [np.array(self.choice.observed(one, many, False))]
+        link = [statistics.median(times[first : first + REPEATS]) for first in (1, 2 + REPEATS) if times]
+        return [np.array(self.choice.own(*link))]
 
-    def _take(self, name: str, sums: np.ndarray) -> None:
-        self.collectives.watch.disarm()
-        if name == "times":
-            self._asks = self.choice.compare(sums.tolist())
-        elif name == "expected":
-            self._asks = False
-            self.choice.expect(sums.tolist())
-        elif round(float(sums[0])) != self.collectives.workers:
-            self.choice.give_up(JOINED)
+    def _take(self, sums: np.ndarray) -> None:
+        self._asks = False
+        self.choice.compare(sums.tolist())
 
-    def _expected(self) -> tf.Tensor:
-        """Time the link, and predict the time of a compressed step; in a dense step, after its gradients have arrived.
+    def _timed_link(self) -> tf.Tensor:
+        """Time the link, and compare; in a dense step, after its gradients have arrived.
 
         Earlier, forward and backward pass would use the threads that a small allreduce needs.
         """
@@ -297,7 +284,7 @@ class AutomaticExchange(GradientExchange, StatePart):
                 received = self.collectives.allreduce(sent, f"auto.link.{numel}.{i}")
                 clock.append(began)
         ended, _ = self.steps.call(self._probe, [received[:1]], dtypes, 0)
-        return self._summed("expected", [*clock, ended])
+        return self._compared([*clock, ended])
 
     def _probe(self, numel: int, _: np.ndarray) -> list[Any]:
         """Return the time, and what is sent next: `numel` elements."""

@@ -357,7 +357,7 @@ def _join(*args: object, **kwargs: object) -> Any:
     if any(each.takes_part and each.compresses for each in every):
         _meet()
     for exchange in [exchange for each in every for exchange in each.choosing]:
-        if not exchange.choice.trial.ended:
+        if not exchange.choice.ended:
             exchange.choice.give_up(JOINED)
     return _stock_call(*args, **kwargs)
 

@@ -29,11 +29,10 @@ def take(optimizer: object, mode: str, on_trial: bool = False) -> None:
     """
     found = session(optimizer)
     assert isinstance(found.strategy, AutoTuned)
-    trial = found.strategy.choice.trial
     if on_trial:
-        trial.dense_timed(1.0, 0.1)
+        found.strategy.choice.decide(1.0, 0.1)
     else:
-        trial.stay(mode)
+        found.strategy.choice.stay(mode)
     found.strategy.switch(mode)
 
 

@@ -156,7 +156,7 @@ def join(device: int = -1) -> int:
     gc.collect()  # optimizers that nothing refers to, which may be gone already on other ranks
     automatic = [session.strategy for session in all_alive() if isinstance(session.strategy, AutoTuned)]
     for strategy in automatic:
-        if not strategy.choice.trial.ended:
+        if not strategy.choice.ended:
             strategy.choice.give_up(JOINED)  # other ranks see it at their next comparison
     sessions = live()
     last = _join_compressed(sessions) if sessions else int(_stock_join(device))

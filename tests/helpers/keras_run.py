@@ -103,11 +103,11 @@ class KerasRun(Run):
         return testing.session(self.optimizer)
 
     @property
-    def trial(self) -> Any:
-        return self.session.choice.trial
+    def choice(self) -> Any:
+        return self.session.choice
 
     def take(self, mode: str) -> None:
-        self.trial.stay(mode)
+        self.choice.stay(mode)
 
     @property
     def of_round(self) -> int:

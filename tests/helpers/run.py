@@ -203,7 +203,7 @@ class Run(ABC):
 
     @property
     @abstractmethod
-    def trial(self) -> Any:
+    def choice(self) -> Any:
         """Of ``auto``."""
 
     @property

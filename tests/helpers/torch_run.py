@@ -117,8 +117,8 @@ class TorchRun(Run):
         return testing.session(self.optimizer)
 
     @property
-    def trial(self) -> Any:
-        return self.session.strategy.choice.trial
+    def choice(self) -> Any:
+        return self.session.strategy.choice
 
     def take(self, mode: str) -> None:
         testing.take(self.optimizer, mode)

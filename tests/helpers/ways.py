@@ -13,7 +13,8 @@ from unittest import mock
 import numpy as np
 
 from dgc_horovod import WarmupSchedule
-from dgc_horovod.planning.trial import COMPRESSED, DENSE, Trial
+from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.session.auto import Choice
 from tests.helpers.transcripts import Transcript, hash_of, parts_of
 
 INPUTS, BATCH, EPOCH = 32, 16, 3  # steps of an epoch
@@ -160,41 +161,35 @@ class Training(Protocol):
 Made = Callable[..., Any]  # (way, seed) -> Training
 
 
-class ScriptedTrial(Trial):
-    """A choice that goes from each exchange to the other, three steps each, whatever the clock says."""
+_begin, _time, _own = Choice.begin, Choice._time, Choice.own
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps, self._script = 0, [COMPRESSED, DENSE, COMPRESSED]
 
-    def step_ended(self, now: float, waited: float) -> bool:
-        """See `Trial`."""
-        self._steps += not self.ended
-        return not self.ended and self._steps % 3 == 0
+def _begin_scripted(choice: Any) -> None:
+    choice.script = [COMPRESSED, DENSE, COMPRESSED]
+    _begin(choice)
 
-    def own(self) -> tuple[float, float]:
-        """See `Trial`."""
-        return 1.0, 0.0
 
-    def times_more(self, seconds: float) -> bool:
-        """See `Trial`."""
-        return False
+def _time_three(choice: Any, mode: str) -> None:
+    _time(choice, mode)
+    choice._untimed, choice._timed = 2, 1
 
-    def dense_timed(self, seconds: float, predicted: Any) -> None:
-        """See `Trial`."""
-        self.tried(seconds)
 
-    def tried(self, seconds: float) -> None:
-        """See `Trial`."""
-        self.seconds[self.mode] = 1.0
-        self.mode = self._script.pop(0)
-        if not self._script:
-            self.stay(self.mode)
+def _decide_by_script(choice: Any, seconds: float, expected: Any) -> None:
+    choice.seconds[choice.mode] = 1.0
+    choice._time(choice.script.pop(0))
+    if not choice.script:
+        choice.stay()
 
 
 def scripted() -> Any:
-    """While it is entered, ``Compression.auto`` follows `ScriptedTrial`."""
-    return mock.patch("dgc_horovod.session.auto.Trial", ScriptedTrial)
+    """While it is entered, ``Compression.auto`` goes from each exchange to the other after three steps, always."""
+    script: dict[str, Any] = {
+        "begin": _begin_scripted,
+        "_time": _time_three,
+        "own": lambda *link: [1.0, 1.0, 0.0, *_own(*link)[3:]],
+        "decide": _decide_by_script,
+    }
+    return mock.patch.multiple(Choice, **script)
 
 
 def follow_all(adapter: str, made: Made, part: str = "", join: Callable[[], Any] = lambda: None) -> dict[str, Any]:

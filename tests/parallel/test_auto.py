@@ -120,20 +120,20 @@ def test_every_rank_comes_to_the_choice_that_the_clock_says(adapter):
     with messages() as said:
         run = _started(adapter, mode=None, density=0.01)
         for _ in range(4 * (SETTLING + MOST_TIMED)):
-            mode = run.trial.mode
+            mode = run.choice.mode
             run.step()
             modes.append(run.session.exchange.steps.counts.mode if adapter.name == "Keras" else mode)
             same_on_ranks(run.print)
-    trial = run.trial
-    assert trial.ended and run.exchanged == run.optimizer.compression_stats()["steps"] == len(modes)
+    choice = run.choice
+    assert choice.ended and run.exchanged == run.optimizer.compression_stats()["steps"] == len(modes)
     assert modes[: SETTLING + TIMED] == [DENSE] * (SETTLING + TIMED)
     changes = {mode for mode, _ in itertools.groupby(modes)}
-    assert changes <= set(trial.seconds) and (adapter.name == "Keras" or changes == set(trial.seconds))
-    best = min(trial.seconds, key=trial.seconds.get)
-    assert trial.mode == modes[-1] == (best if trial.seconds[best] <= GAIN * trial.seconds[DENSE] else DENSE)
+    assert changes <= set(choice.seconds) and (adapter.name == "Keras" or changes == set(choice.seconds))
+    best = min(choice.seconds, key=choice.seconds.get)
+    assert choice.mode == modes[-1] == (best if choice.seconds[best] <= GAIN * choice.seconds[DENSE] else DENSE)
     if adapter.name == "DDP":
         assert adapter.rank or any("DDP " in text for text in said)
-    same_on_ranks(modes, trial.seconds)
+    same_on_ranks(modes, choice.seconds)
 
 
 DAMPED: dict[str, Any] = {"name": "SGD", "momentum": 0.9, "dampening": 0.1}  # torch alone has it
@@ -168,7 +168,7 @@ def test_a_job_that_has_lost_residuals_does_the_same_on_every_rank(
     run.train(4)
     run.take(mode)
     run.train(4)
-    run.trial.ended = ended
+    run.choice.ended = ended
     run.save(tmp_path)
     adapter.barrier()
     if adapter.rank == 0:
@@ -176,7 +176,7 @@ def test_a_job_that_has_lost_residuals_does_the_same_on_every_rank(
     adapter.barrier()
     run = _started(adapter, optimizer, mode=None, density=0.1)
     run.load(tmp_path, residuals=residuals)
-    assert (run.trial.mode, run.trial.ended) == (mode if ended else DENSE, ended)
+    assert (run.choice.mode, run.choice.ended) == (mode if ended else DENSE, ended)
     for _ in range(3):
         run.step()
         same_on_ranks(run.print)
@@ -193,14 +193,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(adapter, optimizer
         run.take(DENSE if mode == EARLIER_FP16 else mode)
         run.train(STEPS // 3)
         if stops:
-            run.trial.stay(mode)  # what earlier versions wrote where fp16 was chosen
+            run.choice.stay(mode)  # what earlier versions wrote where fp16 was chosen
             run.save(tmp_path)
             run = _started(adapter, optimizer, mode=None)
             run.load(tmp_path)
             run.steps = 2 * STEPS // 3
         run.train(STEPS // 3)
         ends.append(run.print)
-    assert ends[0] == ends[1] and run.trial.mode == (COMPRESSED if mode == COMPRESSED else DENSE)
+    assert ends[0] == ends[1] and run.choice.mode == (COMPRESSED if mode == COMPRESSED else DENSE)
     same_on_ranks(ends[1])
 
 

@@ -95,8 +95,8 @@ def test_ranks_that_run_out_of_data_choose_alike(mode, on_trial, more):
     model, optimizer = _made(mode, on_trial=on_trial)
     train(model, optimizer, (3 if on_trial else TIMED // 2) + more * hvd.rank())
     hvd.join()
-    trial = session(optimizer).strategy.choice.trial
-    assert (trial.ended, trial.mode) == (True, COMPRESSED if mode and not on_trial else DENSE)
+    choice = session(optimizer).strategy.choice
+    assert (choice.ended, choice.mode) == (True, COMPRESSED if mode and not on_trial else DENSE)
     hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
     hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
     same_on_ranks(session(optimizer).exchange.steps)  # a checkpoint is of one step
@@ -121,8 +121,8 @@ def test_sparse_gradients_are_left_to_stock_horovod():
         optimizer.zero_grad()
         model(torch.tensor([step % 50, hvd.rank()])).square().sum().backward()
         optimizer.step()
-    trial = session(optimizer).strategy.choice.trial
-    assert (trial.mode, trial.ended, trial.seconds) == (DENSE, True, {})
+    choice = session(optimizer).strategy.choice
+    assert (choice.mode, choice.ended, choice.seconds) == (DENSE, True, {})
 
 
 def test_gradients_are_there_after_a_switch():
@@ -139,7 +139,7 @@ def test_adam_goes_on_compressed_from_a_state_that_has_made_no_step():
     take(optimizer, COMPRESSED)
     train(model, optimizer, 4)
     optimizer.load_state_dict(state)
-    assert session(optimizer).strategy.choice.trial.mode == COMPRESSED
+    assert session(optimizer).strategy.choice.mode == COMPRESSED
     train(model, optimizer, 4)
     same_on_ranks(fingerprint(model))
 
@@ -152,8 +152,8 @@ def test_a_choice_is_made_anew_after_a_trial_that_was_interrupted(tmp_path):
         if load:
             model, optimizer = _made(None)
             load_checkpoint(tmp_path, model, optimizer)
-        trial = session(optimizer).strategy.choice.trial
-        assert (trial.mode, trial.ended) == (DENSE, False)
+        choice = session(optimizer).strategy.choice
+        assert (choice.mode, choice.ended) == (DENSE, False)
 
 
 def test_what_does_not_go_together_is_refused():

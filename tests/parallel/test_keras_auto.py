@@ -121,7 +121,7 @@ def test_a_checkpoint_of_no_step_has_chosen_nothing(tmp_path):
     resumed = _started(OPTIMIZERS["AdamW"], mode=None, seed=5)
     resumed.load(tmp_path)
     resumed.train(3)
-    assert (resumed.trial.mode, resumed.trial.ended) == (DENSE, False)
+    assert (resumed.choice.mode, resumed.choice.ended) == (DENSE, False)
     same_on_ranks(resumed.print)
 
 
@@ -135,7 +135,7 @@ def _handed_over(optimizer: Any) -> bool:
 def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing(tmp_path):
     """It is saved in the middle, with all that was kept; a stock file of it is whole."""
     run = _started(mode=None, factor_masking=False, **UNROUNDED)
-    run.trial.dense_timed(1.0, 0.1)
+    run.choice.decide(1.0, 0.1)
     run.train(4)
     assert _handed_over(run.optimizer)
     run.save(tmp_path)
@@ -143,7 +143,7 @@ def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing(tmp_path):
     resumed.load(tmp_path)
     resumed.steps = 4
     resumed.train(3)
-    assert (resumed.trial.mode, resumed.trial.ended) == (DENSE, False)
+    assert (resumed.choice.mode, resumed.choice.ended) == (DENSE, False)
     run.take(DENSE)
     run.train(3)
     assert resumed.print == run.print and not _handed_over(run.optimizer)
@@ -165,7 +165,7 @@ def test_what_waits_of_variables_goes_with_them_to_another_set(name):
     path = variables[0].path.replace("/", "_")
     assert any(slot.numpy().any() for slot in run.optimizer.variables if path in slot.path)
     run.train(3)
-    assert [each.choice.trial.mode for each in run.session.exchanges] == [DENSE, DENSE]
+    assert [each.choice.mode for each in run.session.exchanges] == [DENSE, DENSE]
     assert np.isfinite(run.weights).all()
     same_on_ranks(run.print)
 
@@ -210,7 +210,7 @@ def test_fit_says_how_many_steps_there_are(epochs, wanted):
     fit(smooth_model(), optimizer, epochs, [callbacks.BroadcastGlobalVariablesCallback(0), Stop()])
     config = session(optimizer).settings.config
     assert wanted[0] == epochs * BATCHES
-    assert (config.total_steps, config.density, session(optimizer).choice.trial.ended) == wanted
+    assert (config.total_steps, config.density, session(optimizer).choice.ended) == wanted
 
 
 @pytest.mark.on_ranks(2, environment={"DGC_TIMEOUT": "10"}, fresh=True)
@@ -219,11 +219,11 @@ def test_ranks_with_uneven_data_choose_alike_and_one_that_stays_away_is_an_error
     run = _started(mode=None)
     run.train(10 + 30 * hvd.rank())  # the other rank comes to its comparison alone
     hvd.join()
-    assert (run.trial.mode, run.trial.ended) == (DENSE, True)
+    assert (run.choice.mode, run.choice.ended) == (DENSE, True)
     hvd.init()  # again: its shutdown at exit must not meet ours all the same
     run = _started(mode=None)
     run.train(3)
-    run.trial.dense_timed(1.0, 0.1)  # what was found in the last step
+    run.choice.decide(1.0, 0.1)  # what was found in the last step
     run.train(4 * hvd.rank())
     hvd.join()
     assert run.session.choice.given_up and not run.session.exchange.compresses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,6 @@ from dgc_horovod.planning.trial import (
     SENT,
     SETTLING,
     TIMED,
-    Trial,
     fitted,
     fitting,
 )
@@ -31,23 +31,24 @@ from dgc_horovod.state.residual_state import UNDECIDED
 from tests.helpers.engines import make_exchange
 
 
-def run(trial, seconds, expected):
-    """Steps that take `seconds` by mode, until the trial has ended; the modes that were at work."""
+def run(choice, seconds, expected):
+    """Steps that take `seconds` by mode on both ranks, until the trial has ended; the modes that were at work."""
     now, modes = 0.0, []
     for _ in range(4 * (SETTLING + MOST_TIMED)):
-        if trial.ended:
+        if choice.ended:
             break
-        modes.append(trial.mode)
-        now += seconds[trial.mode]
-        if trial.step_ended(now, 0.0):
-            took, _ = trial.own()
-            if trial.times_more(took):
-                continue
-            if trial.mode == DENSE:
-                trial.dense_timed(took, expected)
-            else:
-                trial.tried(took)
+        modes.append(choice.mode)
+        now += seconds[choice.mode]
+        if choice.step_ended(now, 0.0):
+            with mock.patch("dgc_horovod.session.auto.predicted", return_value=expected):
+                choice.compare([2 * x for x in choice.own()])
     return modes
+
+
+def _choice():
+    specs = [TensorSpec("weight", (64, 64))]
+    exchange = make_exchange(specs, DGCConfig(**{**PRESETS["auto"], "min_numel": 1}), workers=2)
+    return Choice(exchange, "stock Horovod", True)
 
 
 TIMES = st.floats(0.001, 100)
@@ -55,27 +56,27 @@ TIMES = st.floats(0.001, 100)
 
 @given(st.fixed_dictionaries({mode: TIMES for mode in (DENSE, COMPRESSED)}), TIMES)
 def test_what_stays_is_the_fastest_of_what_was_tried(seconds, expected):
-    trial = Trial()
-    modes = run(trial, seconds, expected)
-    assert trial.ended and trial.mode in trial.seconds
-    for mode, taken in trial.seconds.items():
+    choice = _choice()
+    modes = run(choice, seconds, expected)
+    assert choice.ended and choice.mode in choice.seconds
+    for mode, taken in choice.seconds.items():
         assert taken == pytest.approx(seconds[mode], rel=1e-6)
-    best = min(trial.seconds.values())
-    assert trial.seconds[trial.mode] == best or trial.mode == DENSE
-    if trial.mode == DENSE:
-        assert best > GAIN * trial.seconds[DENSE] or best == trial.seconds[DENSE]
+    best = min(choice.seconds.values())
+    assert choice.seconds[choice.mode] == best or choice.mode == DENSE
+    if choice.mode == DENSE:
+        assert best > GAIN * choice.seconds[DENSE] or best == choice.seconds[DENSE]
     else:
-        assert best <= GAIN * trial.seconds[DENSE]
+        assert best <= GAIN * choice.seconds[DENSE]
     changes = [mode for mode, _ in itertools.groupby(modes)]
     assert changes in ([DENSE], [DENSE, COMPRESSED])
-    if COMPRESSED in trial.seconds:
-        assert expected <= 1.1 * trial.seconds[DENSE] * (1 + 1e-6), "nothing is tried that is expected to lose"
+    if COMPRESSED in choice.seconds:
+        assert expected <= 1.1 * choice.seconds[DENSE] * (1 + 1e-6), "nothing is tried that is expected to lose"
 
 
 @pytest.mark.parametrize("expected", [1.15, math.nan, None])
 def test_what_is_expected_to_be_slower_or_cannot_be_is_not_tried(expected):
-    trial = Trial()
-    assert set(run(trial, {DENSE: 1.0}, expected)) == {DENSE} and trial.mode == DENSE
+    choice = _choice()
+    assert set(run(choice, {DENSE: 1.0}, expected)) == {DENSE} and choice.mode == DENSE
 
 
 @pytest.mark.parametrize(
@@ -88,17 +89,17 @@ def test_what_is_expected_to_be_slower_or_cannot_be_is_not_tried(expected):
     ],
 )
 def test_what_may_be_faster_is_tried_as_long_as_it_takes(dense, compressed, expected, timed, stays):
-    trial = Trial()
-    modes = run(trial, {DENSE: dense, COMPRESSED: compressed}, expected)
-    assert (modes.count(DENSE) - SETTLING, modes.count(COMPRESSED) - SETTLING) == timed and trial.mode == stays
+    choice = _choice()
+    modes = run(choice, {DENSE: dense, COMPRESSED: compressed}, expected)
+    assert (modes.count(DENSE) - SETTLING, modes.count(COMPRESSED) - SETTLING) == timed and choice.mode == stays
 
 
 def test_steps_right_after_a_change_are_not_timed():
-    trial, now = Trial(), 0.0
+    choice, now = _choice(), 0.0
     for step in range(SETTLING + TIMED):
         now += 100.0 if step < SETTLING else 1.0
-        ready = trial.step_ended(now, 0.25)
-    assert ready and trial.own() == (1.0, 0.25)
+        ready = choice.step_ended(now, 0.25)
+    assert ready and choice.own()[:3] == [1.0, 1.0, 0.25]
 
 
 @pytest.mark.parametrize("steps, density", [(300, 0.067), (1000, 0.02), (30_000, LEAST), (10, 1.0), (1, 1.0)])
@@ -114,7 +115,7 @@ def test_a_coordinate_is_sent_often_enough(steps, density):
 def test_a_run_that_is_too_short_stays_dense(steps, stays):
     """From 1,951 on, 20 / steps is 0.010 in two digits, and such runs were compressed."""
     choice = Choice(_exchange(2, total_steps=steps, density=fitting(steps)), "stock Horovod", True)
-    assert (choice.trial.mode, choice.trial.ended) == (DENSE, stays)
+    assert (choice.mode, choice.ended) == (DENSE, stays)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_a_run_that_is_too_short_stays_dense(steps, stays):
 def test_a_resumed_job_goes_on_with_what_was_saved(saved, goes_on):
     choice = Choice(_exchange(2), "stock Horovod", True)
     choice.resume(saved)
-    assert [choice.trial.mode, choice.trial.ended] == goes_on
+    assert [choice.mode, choice.ended] == goes_on
 
 
 def _exchange(workers, **fields):

@@ -23,7 +23,6 @@ from dgc_horovod.planning.cost_model import (
     EXCHANGES,
     FP16,
     METHODS,
-    POWER_SGD,
     cost,
     power_sgd_elements,
     traffic_of,
@@ -176,9 +175,7 @@ def test_links_that_are_none(bits, latency, message):
         Link(bits, latency, message)
 
 
-def test_methods_that_are_none():
-    with pytest.raises(ConfigError, match=f"there are .*{POWER_SGD}"):
-        cost("densest", SPECS, DGCConfig(), Cluster(2, GIGABIT), MACHINE)
+def test_nodes_that_are_not_full():
     with pytest.raises(ConfigError, match="do not fill nodes"):
         Cluster(6, GIGABIT, 4)
 

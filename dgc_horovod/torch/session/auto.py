@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
 
 import torch
 
@@ -38,8 +37,8 @@ class AutoTuned(EveryStep):
         self._waited = 0.0  # seconds, in the present step
         self._owed: dict[Parameter, torch.Tensor] = {}
 
-    def started(self) -> None:
-        """See `Strategy`."""
+    def built(self) -> None:
+        """See `Strategy`; ranks do not change under ``auto``."""
         carrier = self.session.carrier
         self.choice = Choice(self.session.exchange, carrier.stock, carrier.stock_on_gloo)
 
@@ -108,24 +107,16 @@ class AutoTuned(EveryStep):
         self.choice.count()
         return True
 
-    def clear_gradients(self) -> None:
-        """See `EveryStep`."""
-        self.session.carrier.cleared()
-        super().clear_gradients()
-
     # -- comparison of measurements between ranks
 
     def _compare(self) -> None:
-        choice, before = self.choice, self.choice.trial.mode
-        if choice.compare(self._sums(choice.own(), "times")):
+        choice, before, own = self.choice, self.choice.mode, self.choice.own()
+        if self.stock:
             sparse = any(p.grad is not None and p.grad.is_sparse for p in self.session.exchange.names)
-            own = choice.observed(self._timed(1), self._timed(choice.probed), sparse)
-            choice.expect(self._sums(own, "expected"))
-        if choice.trial.mode != before:
-            self.switch(choice.trial.mode)
-
-    def _sums(self, own: Sequence[float], name: str) -> list[float]:
-        return self._allreduced(torch.tensor(own, dtype=torch.float64), name).tolist()
+            own = choice.own(self._timed(1), self._timed(choice.probed), sparse)
+        choice.compare(self._allreduced(torch.tensor(own, dtype=torch.float64), "times").tolist())
+        if choice.mode != before:
+            self.switch(choice.mode)
 
     def _allreduced(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         collectives = self.session.exchange.collectives
@@ -143,9 +134,9 @@ class AutoTuned(EveryStep):
 
     def leave(self) -> None:
         """Switch to the framework's own exchange, on every rank, if the choice was given up."""
-        if self.choice.given_up and self.choice.trial.mode != DENSE:
+        if self.choice.given_up and self.choice.mode != DENSE:
             self.switch(DENSE)
-            self.choice.trial.stay(DENSE)
+            self.choice.stay(DENSE)
 
     def switch(self, mode: str) -> None:
         """Switch to another exchange from the next step on; call it on every rank, between two steps."""
@@ -174,13 +165,13 @@ class AutoTuned(EveryStep):
 
     def put(self, state: ResidualState) -> None:
         """See `StatePart`."""
-        trial = self.choice.trial
-        state.mode = trial.mode if trial.ended or trial.mode == COMPRESSED else UNDECIDED
+        choice = self.choice
+        state.mode = choice.mode if choice.ended or choice.mode == COMPRESSED else UNDECIDED
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
         self.choice.resume(state.mode)
-        self._enter(self.choice.trial.mode)
+        self._enter(self.choice.mode)
 
     def _begin_anew(self) -> None:
         """Flush, and start the choice again, on every rank."""
@@ -189,7 +180,7 @@ class AutoTuned(EveryStep):
 
     def ranks_changed(self) -> None:
         """See `Strategy`."""
-        if self.choice.trial.ended:  # the choice was made for another number of ranks
+        if self.choice.ended:  # the choice was made for another number of ranks
             self._begin_anew()
 
     def check_between_steps(self) -> None:
@@ -199,12 +190,12 @@ class AutoTuned(EveryStep):
 
     def conclude(self) -> None:
         """Start a trial again before a checkpoint, which cannot hold a part of one."""
-        if not self.stock and not self.choice.trial.ended:
+        if not self.stock and not self.choice.ended:
             self._begin_anew()
 
     def sees_clip(self, clip: Clip, known: bool) -> None:
         """See `Strategy`."""
-        if not self.choice.trial.ended:
+        if not self.choice.ended:
             self.choice.script_clips = True
         if self.stock and known:
             self.session.exchange.clipping.keep(clip)

@@ -13,7 +13,6 @@ import torch
 
 from dgc_horovod import at_end
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.config_check import shared_from
 from dgc_horovod.errors import UnsupportedUse, shown
 from dgc_horovod.notices import WEIGHTS_SET, clips_alone, leave_out, of_skipped, stop_if_skipped
 from dgc_horovod.torch.gradients.clipping import Clip
@@ -329,12 +328,8 @@ class LocalSteps(Strategy):
     def share_loaded(self, root: int) -> None:
         """See `Strategy`."""
         collectives = self.session.exchange.collectives
-        if shared_from(collectives, b"some" if self.rounds.momentum else b"none", "outer.there", root) == b"none":
-            self.rounds.momentum.clear()
-            return
-        for name, p in self.session.parameters.items():
-            momentum = self.rounds.outer(p)
-            momentum.copy_(collectives.wait(collectives.broadcast(momentum.clone(), f"outer.{name}", root)))
+        for i, momentum in enumerate(self.outer()):
+            momentum.copy_(collectives.wait(collectives.broadcast(momentum.clone(), f"{i}.outer", root)))
 
     def extend(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """See `Strategy`."""

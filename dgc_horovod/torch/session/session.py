@@ -105,7 +105,6 @@ class Session(base.Session[torch.optim.Optimizer]):
             describe(self.exchange, self.update.notices)
         for other in self.still_apart():  # the number is equal on all ranks: they have compared it
             other.strategy.end_for_another()
-        self.strategy.started()
         self.carrier.deliver(self)  # only here: after an error above no gradient may be delivered
         self._claim()
         steps.watch_inside(self.optimizer)

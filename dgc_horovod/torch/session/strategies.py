@@ -34,9 +34,6 @@ class Strategy(base.Strategy[Session, torch.Tensor]):
     def built(self) -> None:
         """Adapt to a new exchange of the session."""
 
-    def started(self) -> None:
-        """Finish the set-up, when the session is complete."""
-
     def hand_over(self, p: Parameter) -> Result:
         """Pass the complete gradient of `p` to its exchange, if gradients are exchanged."""
         raise NotImplementedError
@@ -115,8 +112,8 @@ class EveryStep(Strategy):
         if passes.synchronized and session.may_apply and not session.offered:
             steps.check_update_left(session, p)
         passes.synchronized = False
-        if not session.exchange.under_way:
-            with session.exchange.lock:
+        with session.exchange.lock:  # several threads may run the backward pass
+            if not session.exchange.under_way:
                 self._begin()
         session.groups.note_frozen(p, session.update, session.exchange)
         session.watch.taken(p)
@@ -125,8 +122,6 @@ class EveryStep(Strategy):
     def _begin(self) -> None:
         """Begin a step at its first gradient: set how gradients enter the residual, and their weight decay."""
         session, exchange, update = self.session, self.session.exchange, self.session.update
-        if exchange.under_way:  # another thread has begun it
-            return
         session.see_scaler()
         groups = {id(group): group for group in map(session.groups.of, exchange.names)}
         exchange.clipping.adds_decay |= any(map(update.decay_before, groups.values()))
@@ -239,6 +234,7 @@ class EveryStep(Strategy):
     def clear_gradients(self) -> None:
         """Raise UnsupportedUse while gradients are exchanged."""
         session, passes = self.session, self.session.passes
+        session.carrier.cleared()
         if passes.results:
             raise UnsupportedUse(_CLEARED)
         if passes.synchronized and session.may_apply and not (self.stock or session.offered):
