@@ -17,6 +17,7 @@ from dgc_horovod.core.meters import Meters
 from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.exchange.contract import ALL, INSIDE, Transport
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, Kernels
 from dgc_horovod.state.parts import is_flushed
@@ -29,7 +30,7 @@ from dgc_horovod.state.residual_state import (
     combining,
     released,
 )
-from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic
+from dgc_horovod.stats import PROCESS, ExchangeStats
 from dgc_horovod.wire.bucket import PADDING
 
 _PLAIN: Accumulation = ErrorFeedback()
@@ -46,14 +47,12 @@ class OptimizerExchange:
         specs: name, shape and boundary of every exchanged tensor, in the model's order.
         config: compression settings; the density may be lowered, see `within_budget`.
         kernels_of: function that returns the kernels for the device of a tensor, by name.
-        rank: index of this worker, 0 <= rank < workers.
-        workers: N >= 1.
+        transports: transport of each group of workers: of `ALL`, and with nodes of `BETWEEN` and `INSIDE`. The workers
+            of a node combine their gradients before they are added here; each keeps a slice of every bucket.
         averages: whether the ranks' gradients are averaged (True) or summed.
-        traffic: counter of the messages; the adapter's collectives count there too.
-        node_size: G >= 1, number of workers of a node, which combine their gradients before they are added here; each
-            keeps a slice of every bucket.
 
     Attributes:
+        compressed: shape of each tensor on the sparse path, by name.
         under_way: whether a step has begun and not ended.
         accumulations: form in which gradients enter the residual in this step, by name, set after `begin`; error
             feedback for all other tensors.
@@ -66,13 +65,12 @@ class OptimizerExchange:
         specs: Sequence[TensorSpec],
         config: DGCConfig,
         kernels_of: Callable[[str], Kernels],
-        rank: int,
-        workers: int,
+        transports: Mapping[str, Transport],
         averages: bool,
-        traffic: Traffic,
-        node_size: int = 1,
     ) -> None:
-        self.rank, self.workers, self.averages = rank, workers, averages
+        rank, workers, traffic = transports[ALL].rank, transports[ALL].workers, transports[ALL].traffic
+        node_size = transports[INSIDE].workers if INSIDE in transports else 1
+        self.transports, self.averages, self.rank, self.workers = transports, averages, rank, workers
         self.topology = Topology(rank, workers, node_size)
         self.config = config = within_budget(specs, config, self.topology)
         self.specs = specs
@@ -89,28 +87,19 @@ class OptimizerExchange:
             if segment.name != PADDING
         }
         compressed = [engine.whole for engine in self.engines if not engine.whole.uncompressed]
-        self._compressed = {segment.name for bucket in compressed for segment in bucket.segments}
+        sparse = {segment.name for bucket in compressed for segment in bucket.segments}
+        self.compressed = {spec.name: spec.shape for spec in specs if spec.name in sparse}
         self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.density)
         self.meters = Meters(self.engines, self.counts)
         PROCESS.exchanges.append(self.counts)
         self.steps = 0  # completed steps of the whole training
         self.epoch: int | None = None  # the last epoch that the script has set, for the warm-up
         self.ending = Ending(self.engines)
-        shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
-        self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
+        self.second = SecondMoments(self.compressed, config.seed, self.topology.nodes, averages)
         self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
         self.dense_residuals: Arrays = {}
         self.under_way = False
         self.accumulations: Mapping[str, Accumulation] = {}
-
-    def is_compressed(self, name: str) -> bool:
-        """Return whether a tensor is on the sparse path."""
-        return name in self._compressed
-
-    @property
-    def compressed(self) -> list[str]:
-        """Tensors on the sparse path."""
-        return [name for name in self.numel if self.is_compressed(name)]
 
     def density(self) -> float:
         """Return the density of the present step."""

@@ -139,7 +139,6 @@ class HostSteps(HostCalls, Holder):
     ) -> None:
         HostCalls.__init__(self, sources, settings, transports[ALL])
         self.config, self.transports, self.update = config, transports, update
-        self.node_size = transports[INSIDE].workers if INSIDE in transports else 1
         self._kernels_on = functools.cache(kernels_on)
         names = [f"{i} {source.name}" for i, source in enumerate(sources)]
         Holder.__init__(self, [(number, source.key) for source in sources], names, self._made(names))
@@ -169,11 +168,8 @@ class HostSteps(HostCalls, Holder):
             specs,
             self.config,
             lambda name: self._kernels_on(self.sources[int(_number_of(name))].cuda),
-            self.collectives.rank,
-            self.collectives.workers,
+            self.transports,
             self.settings.averages,
-            self.collectives.traffic,
-            self.node_size,
         )
 
     # -- what is kept between steps
@@ -273,14 +269,14 @@ class HostSteps(HostCalls, Holder):
         for run in self.runs:
             self._add_gradients(run, [rest.pop(0) for _ in run.members], whole=True)
         kernels = self.runs[0].kernels if self.runs else registry.choose("cpu")
-        whole = gradients if self.node_size > 1 else rest  # engines of nodes have slices
+        whole = gradients if INSIDE in self.transports else rest  # engines of nodes have slices
         clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in whole))
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Array], whole: bool = False) -> None:
-        if self.node_size > 1:
+        if INSIDE in self.transports:
             gradients = run.of_slice(gradients, whole)
-            received = 4 * run.engine.bucket.numel * (self.node_size - 1)
+            received = 4 * run.engine.bucket.numel * (self.buckets.topology.node_size - 1)
             self.counts.traffic.count_inside(2 * received if whole else received)
         for i, gradient in enumerate(gradients):
             self.buckets.add_gradient(run.engine, i, gradient)
