@@ -32,6 +32,7 @@ from dgc_horovod.state.residual_state import (
 )
 from dgc_horovod.stats import PROCESS, ExchangeStats
 from dgc_horovod.wire.bucket import PADDING
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED
 
 _PLAIN: Accumulation = ErrorFeedback()
 
@@ -54,6 +55,8 @@ class OptimizerExchange:
     Attributes:
         compressed: shape of each tensor on the sparse path, by name.
         under_way: whether a step has begun and not ended.
+        in_join, clips: whether this rank is in join, and whether its script clips updates; every rank is told.
+        dense: whether the present step is the user's optimizer's own; set at its begin.
         accumulations: form in which gradients enter the residual in this step, by name, set after `begin`; error
             feedback for all other tensors.
         dense_residuals: residuals of tensors that are in no bucket any more, flat, by name; an adapter adds them to the
@@ -98,7 +101,7 @@ class OptimizerExchange:
         self.second = SecondMoments(self.compressed, config.seed, self.topology.nodes, averages)
         self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
         self.dense_residuals: Arrays = {}
-        self.under_way = False
+        self.under_way = self.in_join = self.clips = self.dense = False
         self.accumulations: Mapping[str, Accumulation] = {}
 
     def density(self) -> float:
@@ -109,11 +112,6 @@ class OptimizerExchange:
     def as_stock(self) -> bool:
         """Whether this step can be the optimizer's own: density 1, and no direction of Adam is in a residual."""
         return self.density() == 1.0 and not self.second.known
-
-    def drop_residuals(self) -> None:
-        """Set the residuals to zero, after a dense step that is not applied."""
-        for engine in self.engines:
-            engine.kernels.fill_zero(engine.state.v)
 
     def begin(self) -> None:
         """Begin a step; roll back the one before if it was not ended."""
@@ -143,6 +141,7 @@ class OptimizerExchange:
         """
         self.adam.scale = scale = clip / loss_scale
         self.ending.begin()
+        engine.flags = (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
         self.meters.diagnostics.before(engine, scale)
         with self.meters.timing(engine, "compressing"):
             engine.begin_compress(scale, self.steps, self.density())
@@ -199,11 +198,6 @@ class OptimizerExchange:
         return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
 
     @property
-    def in_join(self) -> bool:
-        """Whether this rank is in join."""
-        return any(engine.in_join for engine in self.engines)
-
-    @property
     def all_clip(self) -> bool:
         """Whether every rank's script clips updates, as the last messages say; the same on every rank."""
         return bool(self.engines) and self.engines[0].outcome.ranks_that_clip == self.workers
@@ -234,6 +228,9 @@ class OptimizerExchange:
                 engine.rollback()
         if finite:
             self.dense_residuals.clear()
+        elif self.dense:  # what is not applied is dropped, as stock does
+            for engine in self.engines:
+                engine.kernels.fill_zero(engine.state.v)
         self.adam.close(finite, self.ranks_in_join)
         self.accumulations, self.under_way = {}, False
         self.counts.density_now = density

@@ -142,21 +142,14 @@ class _Form(NamedTuple):
     shard: PacketFormat
 
 
-def slot_room(share: float) -> int:
-    """Capacity of a slot in elements, for an owner's share of k/N of the selected elements."""
-    return math.ceil(_HEADROOM * share + _DEVIATIONS * share**0.5)
-
-
 def _form(wire: PacketFormat, workers: int) -> _Form:
     shards, share = Shards(wire.numel, workers), wire.capacity / workers
-    slot, sent_on = slot_room(share), math.ceil(share)
-    if wire.capacity >= wire.numel:  # everything is sent: every sum is sent on
-        slot = sent_on = shards.size
 
-    def packets(capacity: int) -> PacketFormat:
-        return PacketFormat(wire.bucket, shards.size, min(capacity, wire.capacity, shards.size), wire.values)
+    def packets(elements: float) -> PacketFormat:
+        capacity = min(math.ceil(elements), wire.capacity, shards.size)
+        return PacketFormat(wire.bucket, shards.size, capacity, wire.values)
 
-    return _Form(shards, packets(slot), packets(sent_on))
+    return _Form(shards, packets(_HEADROOM * share + _DEVIATIONS * share**0.5), packets(share))
 
 
 class ShardedExchange(FlatExchange):

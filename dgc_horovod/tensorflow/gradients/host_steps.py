@@ -147,7 +147,6 @@ class HostSteps(HostCalls, Holder):
         self._iterations = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._told = set[str]()
-        self._dense = False  # whether the step is the optimizer's own
         self.runs = [
             BucketRun(engine, tuple(int(_number_of(segment.name)) for segment in engine.whole.segments))
             for engine in self.buckets.engines
@@ -232,11 +231,11 @@ class HostSteps(HostCalls, Holder):
         if buckets.config.exchanges_weights:
             buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
         self._ownership.step_begins(self, self._iterations)
-        self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
-        if not self._dense:  # also for tensors of other workers of the node
+        buckets.dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
+        if not buckets.dense:  # also for tensors of other workers of the node
             buckets.accumulations = self.update.entering(buckets, float(rate))
-        fresh = self.begins(self._dense)
-        return [np.int64(self._iterations), np.bool_(fresh), np.int64(buckets.steps), np.bool_(self._dense)]
+        fresh = self.begins(buckets.dense)
+        return [np.int64(self._iterations), np.bool_(fresh), np.int64(buckets.steps), np.bool_(buckets.dense)]
 
     def start_as_stock(self, iterations: np.ndarray) -> None:
         """Begin a step of the user's own optimizer."""
@@ -342,8 +341,6 @@ class HostSteps(HostCalls, Holder):
             self.buckets.adam.receive(second)
         self.buckets.end(all(flags[dense_parts:]), all(flags[:dense_parts]))
         if not finite:
-            if self._dense:
-                self.buckets.drop_residuals()
             stop_if_skipped(self.buckets)
             key, text = of_skipped(self.buckets)
             if key not in self._told and self.collectives.rank == 0:

@@ -178,7 +178,7 @@ class GradientExchange(OptimizerExchange):
         engine = run.engine
         if run.complete:
             self._add_gradients(run)
-        engine.clips = any(clip.updates for clip in self.clipping.clips)  # so that all ranks share norms
+        self.clips = any(clip.updates for clip in self.clipping.clips)  # so that all ranks share norms
         self.begin_compress(engine, clip, self._engine_scale())
         self._compressing.append(run)
 
