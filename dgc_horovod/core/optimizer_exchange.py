@@ -114,10 +114,15 @@ class OptimizerExchange:
         return self.density() == 1.0 and not self.second.known
 
     def begin(self) -> None:
-        """Begin a step; roll back the one before if it was not ended."""
+        """Begin a step; roll back the one before if it was not ended. With local steps u and v decay."""
         if self.under_way:
             self.rollback()
         self.adam.step, self.under_way = self.steps, True
+        factor = self.config.local_decay if self.config.exchanges_weights else 1.0
+        for engine in self.engines if factor < 1 else ():
+            engine.state.rescale(factor)
+        for v in self.dense_residuals.values():
+            v *= factor
 
     def add_gradient(self, engine: BucketEngine, i: int, gradient: Array) -> None:
         """`BucketEngine.add_gradient`, after a measurement for Adam's second moment."""
@@ -255,13 +260,6 @@ class OptimizerExchange:
         self.empty()
         self.second.clear()
         self.dense_residuals.clear()
-
-    def decay(self, factor: float) -> None:
-        """Multiply u and v of this rank by `factor`, in (0, 1]."""
-        for engine in self.engines if factor < 1 else ():
-            engine.state.rescale(factor)
-        for v in self.dense_residuals.values():
-            v *= factor
 
     def clip_first(self, limit: float, factor: float) -> None:
         """Clip the gradients of the first step afterwards: each rank's norm to `limit`, this rank's by `factor`."""

@@ -228,8 +228,6 @@ class HostSteps(HostCalls, Holder):
                 "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
             )
         buckets.begin()
-        if buckets.config.exchanges_weights:
-            buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
         self._ownership.step_begins(self, self._iterations)
         buckets.dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
         if not buckets.dense:  # also for tensors of other workers of the node
