@@ -301,8 +301,7 @@ class OptimizerExchange:
         for name, arrays in state.tensors.items():
             self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:
-            memory = state.thresholds.get(_key(engine), np.empty(0))
-            engine.thresholds = memory
+            engine.thresholds = state.thresholds.get(_key(engine), np.empty(0))
         dense = set(self.layout.dense)
         left = {name: released(arrays)[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
         self.dense_residuals.update((name, v.copy()) for name, v in left.items() if v.any())

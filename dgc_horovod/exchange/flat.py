@@ -182,9 +182,7 @@ class DensifiedExchange(CodedExchange):
     Values are rounded as in a packet, so the residual equals that of the other exchanges.
     """
 
-    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
-        super().__init__(bucket, wire, kernels, workers)
-        self._summed = np.empty(0, np.float32)
+    _summed: np.ndarray  # of all ranks, without the marks; after `proceed`
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:

@@ -270,7 +270,6 @@ class GradientExchange(OptimizerExchange):
     def _result(self, p: Parameter, run: BucketRun, i: int) -> torch.Tensor:
         if run.finite is None:
             self._decode_launched()
-        assert run.finite is not None
         grad, output = memory.given(p, self.names), run.outputs[i]
         return grad if memory.is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
 
