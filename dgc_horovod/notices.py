@@ -216,7 +216,7 @@ def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
     make_visible()
     config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
-    whole = [name for name in numel if not exchange.is_compressed(name)]
+    whole = [name for name in numel if name not in exchange.compressed]
     trial = "auto: starts with the uncompressed exchange, then tries: " if config.automatic else ""
     compressed = f"{len(numel) - len(whole)} tensors compressed in {len(sparse)} bucket{'s' * (len(sparse) != 1)}"
     share = 100 * sum(numel[name] for name in whole) / max(1, sum(numel.values()))

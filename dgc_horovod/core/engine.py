@@ -34,7 +34,7 @@ from dgc_horovod.kernels.contract import (
     SharedMoment,
 )
 from dgc_horovod.wire.bucket import Bucket
-from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED, FLAG_NONFINITE
+from dgc_horovod.wire.packet import FLAG_NONFINITE
 
 
 class BucketEngine:
@@ -81,7 +81,7 @@ class BucketEngine:
         self._message: Message | None = None  # of a step that the host has made, until it is taken
         self._step = self._round = 0
         self._has_momentum = self.adds_directions = False  # this step: momentum; directions in place of gradients
-        self.in_join = self.clips = False  # flags of messages: this rank is in join; its script clips updates
+        self.flags = 0  # of messages, beside those of their content: FLAG_JOINED, FLAG_CLIPS
         self.outcome = Outcome()  # of the last step that `settle` has completed
 
     # -- sending
@@ -126,7 +126,7 @@ class BucketEngine:
         if self._has_momentum:
             self.state.momentum()  # `clear` may have come after the gradients
             self._has_momentum = False
-        sender = None if self.in_join or self.clips else workspace.sender  # packets written by a device have no flags
+        sender = None if self.flags else workspace.sender  # packets written by a device have no flags
         threshold = workspace.predictor.threshold
         if sender is not None and threshold < math.inf and sender.takes(self.gradients):
             sender.start(self.gradients, self.state, scale, threshold, step, self._masks)
@@ -196,8 +196,7 @@ class BucketEngine:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
     def _send(self, workspace: Workspace, elements: Elements, flags: int) -> Message:
-        flags |= (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
-        sending = workspace.exchange.begin(elements, flags, self._step)
+        sending = workspace.exchange.begin(elements, flags | self.flags, self._step)
         count = sending.elements.values.size
         masked = workspace.masked[:count] if self._masks else None
         self._sent = HostSentRecord(self.kernels, sending.elements, masked)

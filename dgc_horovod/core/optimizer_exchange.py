@@ -17,6 +17,7 @@ from dgc_horovod.core.meters import Meters
 from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.exchange.contract import ALL, INSIDE, Transport
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import Accumulation, Array, ErrorFeedback, Kernels
 from dgc_horovod.state.parts import is_flushed
@@ -29,8 +30,9 @@ from dgc_horovod.state.residual_state import (
     combining,
     released,
 )
-from dgc_horovod.stats import PROCESS, ExchangeStats, Traffic
+from dgc_horovod.stats import PROCESS, ExchangeStats
 from dgc_horovod.wire.bucket import PADDING
+from dgc_horovod.wire.packet import FLAG_CLIPS, FLAG_JOINED
 
 _PLAIN: Accumulation = ErrorFeedback()
 
@@ -46,15 +48,15 @@ class OptimizerExchange:
         specs: name, shape and boundary of every exchanged tensor, in the model's order.
         config: compression settings; the density may be lowered, see `within_budget`.
         kernels_of: function that returns the kernels for the device of a tensor, by name.
-        rank: index of this worker, 0 <= rank < workers.
-        workers: N >= 1.
+        transports: transport of each group of workers: of `ALL`, and with nodes of `BETWEEN` and `INSIDE`. The workers
+            of a node combine their gradients before they are added here; each keeps a slice of every bucket.
         averages: whether the ranks' gradients are averaged (True) or summed.
-        traffic: counter of the messages; the adapter's collectives count there too.
-        node_size: G >= 1, number of workers of a node, which combine their gradients before they are added here; each
-            keeps a slice of every bucket.
 
     Attributes:
+        compressed: shape of each tensor on the sparse path, by name.
         under_way: whether a step has begun and not ended.
+        in_join, clips: whether this rank is in join, and whether its script clips updates; every rank is told.
+        dense: whether the present step is the user's optimizer's own; set at its begin.
         accumulations: form in which gradients enter the residual in this step, by name, set after `begin`; error
             feedback for all other tensors.
         dense_residuals: residuals of tensors that are in no bucket any more, flat, by name; an adapter adds them to the
@@ -66,13 +68,12 @@ class OptimizerExchange:
         specs: Sequence[TensorSpec],
         config: DGCConfig,
         kernels_of: Callable[[str], Kernels],
-        rank: int,
-        workers: int,
+        transports: Mapping[str, Transport],
         averages: bool,
-        traffic: Traffic,
-        node_size: int = 1,
     ) -> None:
-        self.rank, self.workers, self.averages = rank, workers, averages
+        rank, workers, traffic = transports[ALL].rank, transports[ALL].workers, transports[ALL].traffic
+        node_size = transports[INSIDE].workers if INSIDE in transports else 1
+        self.transports, self.averages, self.rank, self.workers = transports, averages, rank, workers
         self.topology = Topology(rank, workers, node_size)
         self.config = config = within_budget(specs, config, self.topology)
         self.specs = specs
@@ -89,28 +90,19 @@ class OptimizerExchange:
             if segment.name != PADDING
         }
         compressed = [engine.whole for engine in self.engines if not engine.whole.uncompressed]
-        self._compressed = {segment.name for bucket in compressed for segment in bucket.segments}
+        sparse = {segment.name for bucket in compressed for segment in bucket.segments}
+        self.compressed = {spec.name: spec.shape for spec in specs if spec.name in sparse}
         self.counts = ExchangeStats(workers, sum(self.numel.values()), traffic, config.density)
         self.meters = Meters(self.engines, self.counts)
         PROCESS.exchanges.append(self.counts)
         self.steps = 0  # completed steps of the whole training
         self.epoch: int | None = None  # the last epoch that the script has set, for the warm-up
         self.ending = Ending(self.engines)
-        shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
-        self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
+        self.second = SecondMoments(self.compressed, config.seed, self.topology.nodes, averages)
         self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
         self.dense_residuals: Arrays = {}
-        self.under_way = False
+        self.under_way = self.in_join = self.clips = self.dense = False
         self.accumulations: Mapping[str, Accumulation] = {}
-
-    def is_compressed(self, name: str) -> bool:
-        """Return whether a tensor is on the sparse path."""
-        return name in self._compressed
-
-    @property
-    def compressed(self) -> list[str]:
-        """Tensors on the sparse path."""
-        return [name for name in self.numel if self.is_compressed(name)]
 
     def density(self) -> float:
         """Return the density of the present step."""
@@ -121,16 +113,16 @@ class OptimizerExchange:
         """Whether this step can be the optimizer's own: density 1, and no direction of Adam is in a residual."""
         return self.density() == 1.0 and not self.second.known
 
-    def drop_residuals(self) -> None:
-        """Set the residuals to zero, after a dense step that is not applied."""
-        for engine in self.engines:
-            engine.kernels.fill_zero(engine.state.v)
-
     def begin(self) -> None:
-        """Begin a step; roll back the one before if it was not ended."""
+        """Begin a step; roll back the one before if it was not ended. With local steps u and v decay."""
         if self.under_way:
             self.rollback()
         self.adam.step, self.under_way = self.steps, True
+        factor = self.config.local_decay if self.config.exchanges_weights else 1.0
+        for engine in self.engines if factor < 1 else ():
+            engine.state.rescale(factor)
+        for v in self.dense_residuals.values():
+            v *= factor
 
     def add_gradient(self, engine: BucketEngine, i: int, gradient: Array) -> None:
         """`BucketEngine.add_gradient`, after a measurement for Adam's second moment."""
@@ -154,6 +146,7 @@ class OptimizerExchange:
         """
         self.adam.scale = scale = clip / loss_scale
         self.ending.begin()
+        engine.flags = (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
         self.meters.diagnostics.before(engine, scale)
         with self.meters.timing(engine, "compressing"):
             engine.begin_compress(scale, self.steps, self.density())
@@ -210,11 +203,6 @@ class OptimizerExchange:
         return other_squares + sum(engine.gradients.squared_norm() for engine in self.engines)
 
     @property
-    def in_join(self) -> bool:
-        """Whether this rank is in join."""
-        return any(engine.in_join for engine in self.engines)
-
-    @property
     def all_clip(self) -> bool:
         """Whether every rank's script clips updates, as the last messages say; the same on every rank."""
         return bool(self.engines) and self.engines[0].outcome.ranks_that_clip == self.workers
@@ -245,6 +233,9 @@ class OptimizerExchange:
                 engine.rollback()
         if finite:
             self.dense_residuals.clear()
+        elif self.dense:  # what is not applied is dropped, as stock does
+            for engine in self.engines:
+                engine.kernels.fill_zero(engine.state.v)
         self.adam.close(finite, self.ranks_in_join)
         self.accumulations, self.under_way = {}, False
         self.counts.density_now = density
@@ -269,13 +260,6 @@ class OptimizerExchange:
         self.empty()
         self.second.clear()
         self.dense_residuals.clear()
-
-    def decay(self, factor: float) -> None:
-        """Multiply u and v of this rank by `factor`, in (0, 1]."""
-        for engine in self.engines if factor < 1 else ():
-            engine.state.rescale(factor)
-        for v in self.dense_residuals.values():
-            v *= factor
 
     def clip_first(self, limit: float, factor: float) -> None:
         """Clip the gradients of the first step afterwards: each rank's norm to `limit`, this rank's by `factor`."""
@@ -317,8 +301,7 @@ class OptimizerExchange:
         for name, arrays in state.tensors.items():
             self.keep(name, arrays, state.runs.get(name, [0])[0])
         for engine in self.engines:
-            memory = state.thresholds.get(_key(engine), np.empty(0))
-            engine.thresholds = memory
+            engine.thresholds = state.thresholds.get(_key(engine), np.empty(0))
         dense = set(self.layout.dense)
         left = {name: released(arrays)[RESIDUAL] for name, arrays in state.tensors.items() if name in dense}
         self.dense_residuals.update((name, v.copy()) for name, v in left.items() if v.any())

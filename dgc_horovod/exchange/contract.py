@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dgc_horovod.kernels.contract import Elements, Kernels, Sender, State
-from dgc_horovod.stats import ring_received
+from dgc_horovod.stats import Traffic, ring_received
 from dgc_horovod.wire.bucket import Bucket
 from dgc_horovod.wire.packet import PacketFormat
 
@@ -73,6 +73,7 @@ class Transport(Protocol):
 
     rank: int
     workers: int
+    traffic: Traffic
 
     def allgather(self, packet: Buffer, name: str) -> Handle:
         """Start an allgather of equal buffers; the result has them in rank order."""

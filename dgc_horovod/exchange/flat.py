@@ -98,6 +98,7 @@ class AllgatherExchange(CodedExchange):
         together = not bucket.uncompressed and self._held == workers
         self._receiver = kernels.receiver(bucket, wire, workers) if together else None
         held = 0 if self._receiver is not None else self._held
+        self._groups: list[list[Elements]] = []
         self._decoded = [
             Elements(np.empty(wire.capacity, np.int32), np.empty(wire.capacity, np.float32)) for _ in range(held)
         ]
@@ -123,15 +124,14 @@ class AllgatherExchange(CodedExchange):
         if self._receiver is None:  # else all of this is done after `aggregate_into`, which changes no state
             self._counts, flags = wire.read_headers(self._coder, self._packets, step)
             self.outcome = outcome_of(flags)
-            for _ in self._groups(decoded=False):  # decode every packet before anything is changed
-                pass
+            self._groups = list(self._decode())  # every packet, before anything is changed
 
     def aggregate_into(self, outputs: Outputs, scale: float) -> None:
         if self._receiver is not None:
             self._receiver.aggregate_into(self._packets, self._step, outputs, scale)
             return
         self._finite = True
-        for number, group in enumerate(self._groups(decoded=self._held == self._workers)):
+        for number, group in enumerate(self._groups if len(self._groups) == 1 else self._decode()):
             self._finite &= self._kernels.aggregate_into(outputs, group, scale, fresh=number == 0)
 
     def settle(self) -> bool:
@@ -154,20 +154,15 @@ class AllgatherExchange(CodedExchange):
             return error
         return self._wire.corrupt(ranks[0], "damaged on its way to the device")
 
-    def _groups(self, decoded: bool) -> Iterator[list[Elements]]:
-        """Yield the elements of all ranks in rank order, `_held` ranks at a time.
-
-        Args:
-            decoded: whether the first group is decoded already, as after `proceed` if there is one group.
-        """
+    def _decode(self) -> Iterator[list[Elements]]:
+        """Yield the elements of all ranks in rank order, `_held` ranks at a time; each group has the same memory."""
         for first in range(0, self._workers, self._held):
             group = []
             ranks = range(first, min(first + self._held, self._workers))
             for memory, rank in zip(self._decoded, ranks, strict=False):
                 count = int(self._counts[rank])
                 elements = Elements(memory.positions[:count], memory.values[:count])
-                if not decoded:
-                    self._wire.decode(self._coder, self._packets[rank], count, rank, *elements)
+                self._wire.decode(self._coder, self._packets[rank], count, rank, *elements)
                 group.append(elements)
             yield group
 
@@ -175,7 +170,7 @@ class AllgatherExchange(CodedExchange):
     def contributions(self) -> list[Elements]:
         if self._receiver is not None:
             return self._receiver.contributions
-        return [Elements(e.positions.copy(), e.values.copy()) for group in self._groups(decoded=False) for e in group]
+        return [Elements(e.positions.copy(), e.values.copy()) for group in self._decode() for e in group]
 
 
 _STEP_MARK, _MARKS = 64, 3
@@ -187,9 +182,7 @@ class DensifiedExchange(CodedExchange):
     Values are rounded as in a packet, so the residual equals that of the other exchanges.
     """
 
-    def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
-        super().__init__(bucket, wire, kernels, workers)
-        self._summed = np.empty(0, np.float32)
+    _summed: np.ndarray  # of all ranks, without the marks; after `proceed`
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -134,29 +133,15 @@ _MISMATCH, _CORRUPT = b"m", b"c"
 _LEAST = 96  # least bytes of a message of round 2: room for an error text
 
 
-class _Form(NamedTuple):
-    """The shards of a bucket, and the packet formats of both rounds."""
-
-    shards: Shards
-    slot: PacketFormat
-    shard: PacketFormat
-
-
-def slot_room(share: float) -> int:
-    """Capacity of a slot in elements, for an owner's share of k/N of the selected elements."""
-    return math.ceil(_HEADROOM * share + _DEVIATIONS * share**0.5)
-
-
-def _form(wire: PacketFormat, workers: int) -> _Form:
+def _form(wire: PacketFormat, workers: int) -> tuple[Shards, PacketFormat, PacketFormat]:
+    """Return the shards of a bucket, and the packet formats of both rounds: of a slot, and of a shard."""
     shards, share = Shards(wire.numel, workers), wire.capacity / workers
-    slot, sent_on = slot_room(share), math.ceil(share)
-    if wire.capacity >= wire.numel:  # everything is sent: every sum is sent on
-        slot = sent_on = shards.size
 
-    def packets(capacity: int) -> PacketFormat:
-        return PacketFormat(wire.bucket, shards.size, min(capacity, wire.capacity, shards.size), wire.values)
+    def packets(elements: float) -> PacketFormat:
+        capacity = min(math.ceil(elements), wire.capacity, shards.size)
+        return PacketFormat(wire.bucket, shards.size, capacity, wire.values)
 
-    return _Form(shards, packets(slot), packets(sent_on))
+    return shards, packets(_HEADROOM * share + _DEVIATIONS * share**0.5), packets(share)
 
 
 class ShardedExchange(FlatExchange):
@@ -169,11 +154,12 @@ class ShardedExchange(FlatExchange):
     """
 
     keeps_remainder = True
+    _owner: Owner  # of this rank's shard, see `adopt`
 
     def __init__(self, bucket: Bucket, wire: PacketFormat, kernels: Kernels, workers: int) -> None:
         self.rounds = self.rounds_of(wire, workers)
         self.outcome, self._finite = Outcome(), True
-        self._bucket, self._kernels, self._workers = bucket, kernels, workers
+        self._kernels, self._workers = kernels, workers
         self._shards, slot, shard = _form(wire, workers)
         self._slot = PacketWriter(slot, kernels.coder, bucket.uncompressed)
         self._shard = PacketWriter(shard, kernels.coder, bucket.uncompressed)
@@ -183,13 +169,12 @@ class ShardedExchange(FlatExchange):
         self._values = np.empty(wire.capacity, np.float32)
         self._received: list[Elements] = []
         self._flags = 0
-        self._owner: Owner | None = None
 
     @staticmethod
     def rounds_of(wire: PacketFormat, workers: int) -> tuple[Round, ...]:
-        form = _form(wire, workers)
-        slots = Round("slots", ALLTOALL, "uint8", workers * form.slot.nbytes)
-        return slots, Round("shards", ALLGATHER, "uint8", max(form.shard.nbytes, _LEAST))
+        _, slot, shard = _form(wire, workers)
+        slots = Round("slots", ALLTOALL, "uint8", workers * slot.nbytes)
+        return slots, Round("shards", ALLGATHER, "uint8", max(shard.nbytes, _LEAST))
 
     def adopt(self, rank: int, state: State) -> None:
         self._owner = Owner(rank, state, self._shards, self._kernels)
@@ -227,7 +212,6 @@ class ShardedExchange(FlatExchange):
     def _send_on(self, received: np.ndarray, step: int) -> None:
         """Add the received elements, and fill `_message` with the largest sums or with an error text."""
         owner, wire = self._owner, self._slot.wire
-        assert owner is not None
         try:
             if received.size != self._slots.size:
                 raise _other_size(wire, received.size, self._slots.size)
@@ -277,12 +261,10 @@ class ShardedExchange(FlatExchange):
         return [Elements(each.positions.copy(), each.values.copy()) for each in self._received]
 
     def commit(self) -> None:
-        if self._owner is not None:
-            self._owner.commit()
+        self._owner.commit()
 
     def rollback(self) -> None:
-        if self._owner is not None:
-            self._owner.rollback()
+        self._owner.rollback()
 
 
 def _decoded(

@@ -38,7 +38,7 @@ class ReplicaCheck:
     """Schedule of the comparisons of one optimizer's weights, and the reaction to a difference.
 
     Args:
-        sizes: bytes of each tensor, in an order that is the same on every rank.
+        names, sizes: name and bytes of each tensor, in an order that is the same on every rank.
         config: compression settings; ``check_every`` and ``on_mismatch`` are used.
         collectives: transport of the ranks, whose number may change.
 
@@ -47,8 +47,8 @@ class ReplicaCheck:
         stops: whether the ranks stop at a difference; else they go on with the weights of the first rank.
     """
 
-    def __init__(self, sizes: Sequence[int], config: DGCConfig, collectives: Gatherer) -> None:
-        self._every, self._collectives = config.check_every, collectives
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], config: DGCConfig, collectives: Gatherer) -> None:
+        self._names, self._every, self._collectives = names, config.check_every, collectives
         self.stops = config.on_mismatch == "stop"
         self.parts: list[list[int]] = []
         filled = _PART_BYTES
@@ -66,47 +66,49 @@ class ReplicaCheck:
             return -1
         return step // every % len(self.parts)
 
-    def note(self, alike: bool) -> bool:
-        """Count a comparison; returns `alike`, whether the ranks were equal."""
+    def alike(self, received: np.ndarray) -> bool:
+        """Return whether the records of all ranks are equal."""
+        return len({record.tobytes() for record in np.split(received, self._collectives.workers)}) == 1
+
+    def judge(self, part: int, received: np.ndarray) -> bool:
+        """Return whether all ranks have the same weights; else rank 0 warns.
+
+        Args:
+            part: index of the part that is compared.
+            received: records of all ranks, in rank order.
+
+        Raises:
+            ReplicaMismatch: on every rank, if weights differ and the ranks are to stop.
+        """
+        alike = self.alike(received)
         PROCESS.replica_checks += 1
         PROCESS.replica_mismatches += not alike
-        return alike
-
-    def stop_or_tell(self, found: str) -> None:
-        """Raise ReplicaMismatch with the text of `compared` if the ranks are to stop; else warn on rank 0."""
+        if alike:
+            return True
+        records = received.view(np.uint32).reshape(self._collectives.workers, -1)
+        found = _difference([self._names[i] for i in self.parts[part]], list(map(tuple, records.tolist())))
         if self.stops:
             raise ReplicaMismatch(f"{found}. {_CAUSES}. {_GO_ON}")
         if self._collectives.rank == 0:
             _log.warning("dgc_horovod: %s. All ranks go on with those of the first one. %s", found, _CAUSES)
+        return False
 
 
-def record(step: int, found: int) -> np.ndarray:
-    """Return the record of this rank for a comparison, as bytes."""
-    return np.array([step, found], np.uint32).view(np.uint8)
+def record(step: int, weights: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the record of this rank for a comparison, as bytes: the steps finished, and a CRC-32 of each tensor."""
+    return np.array([step, *(checksum([weight]) for weight in weights)], np.uint32).view(np.uint8)
 
 
-def same(received: np.ndarray) -> bool:
-    """Whether the records of all ranks are equal."""
-    return len(set(received.view(np.uint64).tolist())) == 1
-
-
-def compared(step: int, names: Sequence[str], sums: Sequence[Sequence[int]]) -> str | None:
-    """Return in words which ranks and tensors differ; None if all are equal.
+def _difference(names: Sequence[str], records: Sequence[tuple[int, ...]]) -> str:
+    """Return in words which ranks and tensors differ.
 
     With two ranks either may be wrong; otherwise those differ that are not like the majority.
-
-    Args:
-        step: number of steps finished.
-        names: names of the tensors that are compared.
-        sums: records of the ranks, in rank order: the step, and a CRC-32 for each of `names`.
     """
-    usual, count = Counter(map(tuple, sums)).most_common(1)[0]
-    if count == len(sums):
-        return None
-    differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != usual[i] for theirs in sums)]
+    ((usual, _),) = Counter(records).most_common(1)
+    differing = [name for i, name in enumerate(names, 1) if any(theirs[i] != usual[i] for theirs in records)]
     which = "the two ranks have different weights"
-    if len(sums) > 2:
-        ranks = ", ".join(str(rank) for rank, theirs in enumerate(sums) if tuple(theirs) != usual)
+    if len(records) > 2:
+        ranks = ", ".join(str(rank) for rank, theirs in enumerate(records) if theirs != usual)
         which = f"rank {ranks} has other weights than the others"
     more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-    return f"after step {step} {which}: {', '.join(map(repr, differing[:_NAMED]))}{more}"
+    return f"after step {usual[0]} {which}: {', '.join(map(repr, differing[:_NAMED]))}{more}"

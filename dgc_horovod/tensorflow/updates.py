@@ -235,7 +235,7 @@ class Holder:
         if name in here.place and its_name in there.place:
             (engine, k), (other, m) = here.place[name], there.place[its_name]
             engine.state.move_in(k, other.state, m)
-        if here.is_compressed(name):
+        if name in here.compressed:
             here.second[name].know(there.second[its_name].values)
             there.second.forget(its_name)
 

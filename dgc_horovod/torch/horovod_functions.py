@@ -221,7 +221,7 @@ class _Participant:
         self.session, self.steps = session, session.exchange.steps
         self._grads = {p: p.grad for p in session.exchange.names}  # of accumulated passes of an incomplete step
         self._restore_passes = session.passes.set_aside()
-        _mark(session, True)
+        session.exchange.in_join = True
 
     def begin(self) -> None:
         """Start a step without a gradient; if all ranks are in join, it belongs to no script."""
@@ -255,7 +255,7 @@ class _Participant:
     def leave(self) -> None:
         """End join: restore gradients and backward passes from before."""
         session = self.session
-        _mark(session, False)
+        session.exchange.in_join = False
         for p, grad in self._grads.items():
             p.grad = grad
         self._restore_passes()
@@ -287,12 +287,6 @@ class _RoundParticipant(_Participant):
         self._strategy.end_exchange()
         exchange = self.session.exchange
         return exchange.ranks_in_join == exchange.workers
-
-
-def _mark(session: Session, in_join: bool) -> None:
-    """Set the flag of this rank's messages."""
-    for engine in session.exchange.engines:
-        engine.in_join = in_join
 
 
 def _take_part(participants: Sequence[_Participant]) -> None:

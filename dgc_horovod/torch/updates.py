@@ -96,7 +96,7 @@ class Update:
             states: the optimizer's state, which the engine takes over.
             exchange: exchange of the optimizer.
         """
-        self.dense = self.arithmetic.dense_is_stock and exchange.as_stock
+        self.dense = exchange.dense = self.arithmetic.dense_is_stock and exchange.as_stock
         accumulations: dict[str, Accumulation] = {}
         decays: dict[Parameter, float] = {}
         options: dict[int, Options] = {}  # by id of a group

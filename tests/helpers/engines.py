@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from dgc_horovod import DGCConfig
@@ -30,7 +32,10 @@ def make_engines(config, kernels, workers, *sizes):
 
 def make_exchange(specs, config, kernels=BACKENDS[0], rank=0, workers=1, averages=True, node_size=1):
     """The exchange of an optimizer, as an adapter has it."""
-    return OptimizerExchange(specs, config, lambda name: kernels, rank, workers, averages, Traffic(), node_size)
+    transports = {ALL: SimpleNamespace(rank=rank, workers=workers, traffic=Traffic())}
+    if node_size > 1:
+        transports[INSIDE] = SimpleNamespace(workers=node_size)
+    return OptimizerExchange(specs, config, lambda name: kernels, transports, averages)
 
 
 def split(kernels, engine, g):

@@ -19,6 +19,7 @@ from dgc_horovod.exchange.contract import INSIDE
 from dgc_horovod.kernels.contract import MomentumCorrection
 from dgc_horovod.wire.bucket import Bucket, Segment
 from dgc_horovod.wire.codecs import VALUE_CODECS
+from dgc_horovod.wire.packet import FLAG_JOINED
 from tests.helpers.data import BACKENDS, as_numpy
 from tests.helpers.engines import carried, compressed, reference_accumulate, stepped
 
@@ -134,7 +135,7 @@ def test_a_step_that_is_rolled_back_leaves_no_trace(engines_of, name, kernels):
 @each_exchange
 def test_ranks_in_join_are_counted_on_every_rank(engines_of, name):
     engines = engines_of(name)
-    engines[2].in_join = True
+    engines[2].flags = FLAG_JOINED
     exchanged(engines, gradients_of(engines, 0), 0)
     assert [engine.outcome.ranks_in_join for engine in engines] == len(engines) * [1]
 

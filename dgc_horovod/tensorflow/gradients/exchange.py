@@ -157,7 +157,7 @@ class GradientExchange(Exchange):
         super().__init__(steps, hvd.Compression.fp16 if half else hvd.Compression.none)
         self.config, self.update, self._inside = steps.config, steps.update, steps.transports.get(INSIDE)
         self.bucketed = {i for run in steps.runs for i in run.members}
-        self.compressed = {self.sources[i].key for i in self.bucketed if steps.buckets.is_compressed(steps.names[i])}
+        self.compressed = {self.sources[i].key for i in self.bucketed if steps.names[i] in steps.buckets.compressed}
         self._replicas = Replicas(steps) if self.config.check_every and not self.update.is_tapes else None
         self._weights = WeightsWatch(steps)
         self.kept = StateRegister(steps, self.update.arithmetic.holds)

@@ -139,7 +139,6 @@ class HostSteps(HostCalls, Holder):
     ) -> None:
         HostCalls.__init__(self, sources, settings, transports[ALL])
         self.config, self.transports, self.update = config, transports, update
-        self.node_size = transports[INSIDE].workers if INSIDE in transports else 1
         self._kernels_on = functools.cache(kernels_on)
         names = [f"{i} {source.name}" for i, source in enumerate(sources)]
         Holder.__init__(self, [(number, source.key) for source in sources], names, self._made(names))
@@ -148,7 +147,6 @@ class HostSteps(HostCalls, Holder):
         self._iterations = 0
         self._idle_since = 0.0  # on the clock of `time.perf_counter`
         self._told = set[str]()
-        self._dense = False  # whether the step is the optimizer's own
         self.runs = [
             BucketRun(engine, tuple(int(_number_of(segment.name)) for segment in engine.whole.segments))
             for engine in self.buckets.engines
@@ -169,11 +167,8 @@ class HostSteps(HostCalls, Holder):
             specs,
             self.config,
             lambda name: self._kernels_on(self.sources[int(_number_of(name))].cuda),
-            self.collectives.rank,
-            self.collectives.workers,
+            self.transports,
             self.settings.averages,
-            self.collectives.traffic,
-            self.node_size,
         )
 
     # -- what is kept between steps
@@ -233,14 +228,12 @@ class HostSteps(HostCalls, Holder):
                 "elastic.KerasState and elastic.run of dgc_horovod.tensorflow.keras"
             )
         buckets.begin()
-        if buckets.config.exchanges_weights:
-            buckets.decay(buckets.config.local_decay)  # with local steps the residual decays
         self._ownership.step_begins(self, self._iterations)
-        self._dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
-        if not self._dense:  # also for tensors of other workers of the node
+        buckets.dense = self.update.arithmetic.dense_is_stock and buckets.as_stock
+        if not buckets.dense:  # also for tensors of other workers of the node
             buckets.accumulations = self.update.entering(buckets, float(rate))
-        fresh = self.begins(self._dense)
-        return [np.int64(self._iterations), np.bool_(fresh), np.int64(buckets.steps), np.bool_(self._dense)]
+        fresh = self.begins(buckets.dense)
+        return [np.int64(self._iterations), np.bool_(fresh), np.int64(buckets.steps), np.bool_(buckets.dense)]
 
     def start_as_stock(self, iterations: np.ndarray) -> None:
         """Begin a step of the user's own optimizer."""
@@ -273,14 +266,14 @@ class HostSteps(HostCalls, Holder):
         for run in self.runs:
             self._add_gradients(run, [rest.pop(0) for _ in run.members], whole=True)
         kernels = self.runs[0].kernels if self.runs else registry.choose("cpu")
-        whole = gradients if self.node_size > 1 else rest  # engines of nodes have slices
+        whole = gradients if INSIDE in self.transports else rest  # engines of nodes have slices
         clip = self.buckets.clip_factor(sum(kernels.sums(gradient)[1] for gradient in whole))
         return [part for run in self.runs for part in self._message(run, clip)] + [np.float32(clip)]
 
     def _add_gradients(self, run: BucketRun, gradients: Sequence[Array], whole: bool = False) -> None:
-        if self.node_size > 1:
+        if INSIDE in self.transports:
             gradients = run.of_slice(gradients, whole)
-            received = 4 * run.engine.bucket.numel * (self.node_size - 1)
+            received = 4 * run.engine.bucket.numel * (self.buckets.topology.node_size - 1)
             self.counts.traffic.count_inside(2 * received if whole else received)
         for i, gradient in enumerate(gradients):
             self.buckets.add_gradient(run.engine, i, gradient)
@@ -346,8 +339,6 @@ class HostSteps(HostCalls, Holder):
             self.buckets.adam.receive(second)
         self.buckets.end(all(flags[dense_parts:]), all(flags[:dense_parts]))
         if not finite:
-            if self._dense:
-                self.buckets.drop_residuals()
             stop_if_skipped(self.buckets)
             key, text = of_skipped(self.buckets)
             if key not in self._told and self.collectives.rank == 0:

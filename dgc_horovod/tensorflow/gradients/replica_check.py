@@ -83,10 +83,10 @@ class Replicas:
     """
 
     def __init__(self, steps: HostSteps) -> None:
-        self._steps, self._names = steps, [source.name for source in steps.sources]
-        self._collectives = steps.collectives
+        self._steps, self._collectives = steps, steps.collectives
+        names = [source.name for source in steps.sources]
         sizes = [source.numel * tf.as_dtype(source.dtype).size for source in steps.sources]
-        self._check = replicas.ReplicaCheck(sizes, steps.config, steps.collectives)
+        self._check = replicas.ReplicaCheck(names, sizes, steps.config, steps.collectives)
         self.due = self._check.due  # of the number of steps before
 
     def __call__(self, part: tf.Tensor, step: tf.Tensor, inputs: StepInputs) -> tf.Tensor:
@@ -108,29 +108,18 @@ class Replicas:
         values = [tf.reshape(tf.bitcast(weight, tf.uint8), [-1]) for weight in weights]
         (own,) = self._steps.call(self._record, [step, *values], [tf.uint8])
         theirs = self._collectives.allgather(own, "replicas")
-        (same,) = self._steps.call(self._judge, [step, theirs], [tf.bool], part)
+        (same,) = self._steps.call(self._judge, [theirs], [tf.bool], part)
         return same
 
     def _record(self, step: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-        """Return this rank's record: the step and a checksum of each tensor."""
+        """Return this rank's record, see `replicas.record`."""
         self._collectives.watch.arm(f"{self._collectives.full_name('replicas')}, the weights after step {int(step)}")
-        sums = [replicas.checksum([value]) for value in values]
-        return [np.array([int(step), *sums], np.uint32).view(np.uint8)]
+        return [replicas.record(int(step), values)]
 
-    def _judge(self, part: int, step: np.ndarray, theirs: np.ndarray) -> list[Any]:
-        """Return whether the records of all ranks are equal.
-
-        Raises:
-            ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
-        """
+    def _judge(self, part: int, theirs: np.ndarray) -> list[Any]:
+        """Return whether the records of all ranks are equal, see `ReplicaCheck.judge`."""
         self._collectives.watch.disarm()
-        records = np.ascontiguousarray(theirs).view(np.uint32).reshape(self._collectives.workers, -1)
-        names = [self._names[i] for i in self._check.parts[part]]
-        found = replicas.compared(int(step), names, records.tolist())
-        self._check.note(found is None)
-        if found is not None:
-            self._check.stop_or_tell(found)
-        return [np.bool_(found is None)]
+        return [np.bool_(self._check.judge(part, theirs))]
 
     def _set_right(self, everything: Sequence[Any]) -> tf.Tensor:
         process_set, first = self._collectives.process_set, self._collectives.global_rank(0)

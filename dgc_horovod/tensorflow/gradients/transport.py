@@ -235,19 +235,18 @@ class Collectives:
     """
 
     def __init__(self, process_set: hvd.ProcessSet, tag: str, timeout: float | None = None) -> None:
-        self.process_set, self.tag = process_set, tag
-        self.workers: int = process_set.size()
-        self.rank: int = process_set.rank()
+        self.process_set, self.tag, self._timeout = process_set, tag, timeout
+        self.watch = Watch(process_set)
+        self.renew()
         self.alone = self.workers == 1 and not envvars.horovod_elastic()  # an elastic job may grow
-        self.traffic = Traffic()
-        self.watch, self._timeout = Watch(process_set), timeout
 
     def renew(self) -> None:
-        """Adapt to other ranks."""
-        self.workers, self.rank = self.process_set.size(), self.process_set.rank()
-        self.traffic = Traffic()
+        """Adapt to the present ranks."""
         self.watch.disarm()
         self.watch = Watch(self.process_set)
+        self.workers: int = self.process_set.size()
+        self.rank: int = self.watch.rank
+        self.traffic = Traffic()
 
     def global_rank(self, rank: int) -> int:
         """Return Horovod's number of rank `rank` of the set."""

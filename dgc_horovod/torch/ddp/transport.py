@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from dgc_horovod import envvars
+from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, LostRank
 from dgc_horovod.notices import lost, timed_out
 from dgc_horovod.torch.gradients.collectives import UNSCALED, Collectives, Pending, Scales, Start
@@ -112,8 +111,7 @@ def _within(seconds: float, connect: Callable[..., Any], *arguments: Any) -> Any
         except Exception as error:
             connected.set_exception(error)
 
-    threading.Thread(target=call, name="dgc-connect", daemon=True).start()
-    if not wait([connected], seconds).done:
+    if not leaving.within(seconds, call):
         raise TimeoutError(f"no connection to every rank within {seconds:g} s")
     return connected.result()
 

@@ -64,10 +64,8 @@ class LocalClipping(StatePart):
 
     def __init__(self, given: float | None, names: Mapping[Parameter, str], workers: int, averages: bool) -> None:
         self.given, self._names, self._workers, self._averages = given, names, workers, averages
-        self._all = tuple(names)
         # without clip_norm the first step is measured, in case the script clips in it
-        first = Clip(self._all, math.inf)
-        self.clips: tuple[Clip, ...] = (first if given is None else Clip(self._all, given),)
+        self.clips: tuple[Clip, ...] = (Clip(tuple(names), math.inf if given is None else given),)
         self._refusal = ""
         self.adds_decay = False  # whether weight decay is added to a gradient; as in stock, the decay is not clipped
         self.late: list[Clip] = []  # first calls in this step that came before the updates were there
@@ -84,7 +82,7 @@ class LocalClipping(StatePart):
         if self.adds_decay or len(self.clips) != 1:
             return False
         (only,) = self.clips
-        return only.p == 2 and set(self._all) <= set(only.parameters)
+        return only.p == 2 and self._names.keys() <= set(only.parameters)
 
     def refuse(self, why: str) -> None:
         """Raise UnsupportedUse with the text `why` for clipping calls of the script from now on."""

@@ -191,7 +191,6 @@ class BucketRun:
     pending: Pending | None = None
     finite: bool | None = None  # None until the ranks' messages are back
     outputs: list[torch.Tensor] = field(default_factory=list)  # memory that the engine writes each update to
-    narrow: bool = False  # whether an update is converted to another dtype than fp32
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # streams that its gradients were computed on
 
     def __post_init__(self) -> None:

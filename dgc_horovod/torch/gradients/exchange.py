@@ -14,7 +14,7 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.core.second_moment import INTERVAL
-from dgc_horovod.exchange.contract import ALL, INSIDE, start
+from dgc_horovod.exchange.contract import ALL, start
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import Accumulation, Kernels
 from dgc_horovod.state.residual_state import MOMENTUM
@@ -50,6 +50,8 @@ class GradientExchange(OptimizerExchange):
         sparse: name of each parameter on the sparse path.
     """
 
+    transports: Mapping[str, Collectives]
+
     def __init__(
         self,
         parameters: Mapping[str, Parameter],
@@ -60,7 +62,7 @@ class GradientExchange(OptimizerExchange):
         loss_scale: Callable[[], float],
     ) -> None:
         self.collectives = collectives = transports[ALL]
-        self.settings, self._transports = settings, transports
+        self.settings = settings
         self._host = torch.device("cpu") if config.offload else None
         self.names, self.loss_scale = {p: name for name, p in parameters.items()}, loss_scale
         # of the present step: reading a GradScaler's scale waits for the device. Not a method: references to it must
@@ -73,18 +75,15 @@ class GradientExchange(OptimizerExchange):
             [TensorSpec(name, tuple(p.shape), boundaries[p]) for name, p in parameters.items()],
             config,
             lambda name: self._kernels_of(parameters[name]),
-            collectives.rank,
-            collectives.workers,
+            transports,
             settings.averages,
-            collectives.traffic,
-            transports[INSIDE].workers if INSIDE in transports else 1,
         )
         self.runs = [
             BucketRun(engine, tuple(parameters[segment.name] for segment in engine.whole.segments))
             for engine in self.engines
         ]
         self._run_of = {p: (run, i) for run in self.runs for i, p in enumerate(run.parameters)}
-        self.sparse = {p: self.names[p] for p in self._run_of if self.is_compressed(self.names[p])}
+        self.sparse = {p: self.names[p] for p in self._run_of if self.names[p] in self.compressed}
         dense = {parameters[name]: name for name in self.layout.dense}
         half = config.dense_values == "fp16"
         self._dense_path = DensePath(dense, collectives, settings, self._scale_now, self.dense_residuals, half)
@@ -179,7 +178,7 @@ class GradientExchange(OptimizerExchange):
         engine = run.engine
         if run.complete:
             self._add_gradients(run)
-        engine.clips = any(clip.updates for clip in self.clipping.clips)  # so that all ranks share norms
+        self.clips = any(clip.updates for clip in self.clipping.clips)  # so that all ranks share norms
         self.begin_compress(engine, clip, self._engine_scale())
         self._compressing.append(run)
 
@@ -196,7 +195,7 @@ class GradientExchange(OptimizerExchange):
         while self._compressing and (waits or self._compressing[0].engine.ready):
             run = self._compressing.popleft()
             message, bucket = self.message(run.engine), run.engine.bucket
-            run.pending = start(self._transports, message.round, torch.from_numpy(message.payload), bucket.name)
+            run.pending = start(self.transports, message.round, torch.from_numpy(message.payload), bucket.name)
             self._go_on()
             self._launched.append(run)
         if waits:
@@ -219,7 +218,7 @@ class GradientExchange(OptimizerExchange):
         received = self.collectives.wait(run.pending).numpy()
         buffer = self.receive(run.engine, received)
         if buffer is not None:
-            run.pending = start(self._transports, run.engine.round, torch.from_numpy(buffer), run.engine.bucket.name)
+            run.pending = start(self.transports, run.engine.round, torch.from_numpy(buffer), run.engine.bucket.name)
         return buffer is None
 
     def _send_in_order(self) -> None:
@@ -271,7 +270,6 @@ class GradientExchange(OptimizerExchange):
     def _result(self, p: Parameter, run: BucketRun, i: int) -> torch.Tensor:
         if run.finite is None:
             self._decode_launched()
-        assert run.finite is not None
         grad, output = memory.given(p, self.names), run.outputs[i]
         return grad if memory.is_in(output, grad) else laid_out_as(output.view(p.shape).to(p.device), grad)
 
@@ -320,9 +318,7 @@ class GradientExchange(OptimizerExchange):
         Returns:
             The output; whether it has the memory of `grad`.
         """
-        plain = memory.is_plain(grad)
-        run.narrow |= not plain
-        fits = plain and self._host is None and self._taken.is_first_in(grad)
+        fits = memory.is_plain(grad) and self._host is None and self._taken.is_first_in(grad)
         # a detached tensor keeps the memory if the script replaces p.grad
         beside = self._host or run.device
         output = grad.detach() if fits else torch.empty(run.sizes[i], dtype=torch.float32, device=beside)
@@ -339,8 +335,8 @@ class GradientExchange(OptimizerExchange):
         self.clipping.take(self.collectives)
         self.take_second()
         finite = all(run.finite for run in self.runs)
-        narrow = [p.grad for run in self.runs if run.narrow for p in run.parameters]  # of a smaller range than fp32
-        finite = finite and all_finite(grad for grad in narrow if grad is not None and grad.dtype in _NARROW)
+        narrow = (p.grad for p in self._run_of if p.grad is not None and p.grad.dtype in _NARROW)
+        finite = finite and all_finite(narrow)  # they are of a smaller range than fp32
         finite = self.end(finite, self._dense_path.finite, self._scale_now)
         self.clipping.shares = self.all_clip and not self.ranks_in_join  # known from all ranks' messages
         if not finite:
@@ -354,7 +350,7 @@ class GradientExchange(OptimizerExchange):
 
     def _forget_step(self) -> None:
         for run in self.runs:
-            run.pending, run.finite, run.narrow = None, None, False
+            run.pending, run.finite = None, None
             for each in (run.outputs, run.engine.outputs):
                 each.clear()  # they would keep gradients alive that the script has released
         self._launched.clear()

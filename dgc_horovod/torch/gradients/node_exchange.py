@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dgc_horovod.exchange.contract import INSIDE
-from dgc_horovod.torch.gradients.collectives import BucketRun, Collectives, Parameter, Pending
+from dgc_horovod.torch.gradients.collectives import BucketRun, Parameter, Pending
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.gradients.memory import handed, squares_of, wait_for_streams
 from dgc_horovod.wire.bucket import PADDING
@@ -18,58 +18,6 @@ CLIPS_NODES = (
     "the script clips gradients, but with a hierarchical exchange a limit applies to the gradient of a node: pass "
     "clip_norm=... to the compression (dgcrun: --dgc-clip-norm), or exchange='flat'"
 )
-
-
-class NodeAverage:
-    """The dense half of a hierarchical exchange.
-
-    Args:
-        inside: transport between the workers of the node.
-        whole: whether every worker gets the whole average, for twice the bytes, and not only its slice.
-
-    Memory: 4 bytes for each element of a bucket, kept from step to step.
-    """
-
-    def __init__(self, inside: Collectives, whole: bool) -> None:
-        self.inside, self.whole = inside, whole
-        # gradients of this worker by bucket, one after another, padded with zeros to G equal slices
-        self._memory: dict[str, torch.Tensor] = {}
-
-    def start(self, name: str, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> Pending:
-        """Start to average ``scale * gradient``.
-
-        Args:
-            name: name of the bucket.
-            gradients: gradients, dense, of any dtype and layout, at least one; copied.
-            scale: factor of this worker's gradients.
-        """
-        workers, device, start = self.inside.workers, gradients[0].device, 0
-        flat = self._memory.get(name)
-        if flat is None or flat.device != device:
-            numel = sum(gradient.numel() for gradient in gradients)
-            flat = torch.empty(workers * -(-numel // workers), dtype=torch.float32, device=device)
-            self._memory[name] = flat
-        flat[-workers:] = 0  # the padding is shorter
-        for gradient in gradients:
-            flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
-            start += gradient.numel()
-        if scale != 1:
-            flat *= scale
-        received = flat.nbytes // workers * (workers - 1)
-        self.inside.traffic.count_inside(2 * received if self.whole else received)
-        if self.whole:
-            return self.inside.allreduce(flat, f"{name}.node", averages=True)
-        return self.inside.alltoall(flat, f"{name}.slices")
-
-    def take(self, name: str, averaging: Pending) -> torch.Tensor:
-        """Wait for bucket `name`; return the average of this worker's slice, or if `whole` of all, with padding."""
-        received = self.inside.wait(averaging)
-        if self.whole:
-            return received
-        by_worker, flat = received.view(self.inside.workers, -1), self._memory[name]
-        if received.data_ptr() == flat.data_ptr():  # copied to the host and back
-            return by_worker.mean(0)
-        return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # the sent gradients are not needed any more
 
 
 class NodeGradientExchange(GradientExchange):
@@ -81,14 +29,18 @@ class NodeGradientExchange(GradientExchange):
 
     Args:
         arguments: see `GradientExchange`; there is a transport of every group.
+
+    Memory: 4 bytes for each element of a bucket, kept from step to step.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._node = NodeAverage(self._transports[INSIDE], whole=self.config.clip_norm is not None)
+        self._inside, self._whole = self.transports[INSIDE], self.config.clip_norm is not None
         self._engine_scale = lambda: 1.0  # gradients are unscaled before the average: a rank in join has no loss scale
-        if not self._node.whole:
+        if not self._whole:
             self.clipping.refuse(CLIPS_NODES)
+        # gradients of this worker by bucket, one after another, padded with zeros to G equal slices
+        self._memory: dict[str, torch.Tensor] = {}
         self._averaged: deque[tuple[BucketRun, Pending]] = deque()  # averages under way or done, not taken yet
         self._dense_averaging: Pending | None = None
 
@@ -105,7 +57,7 @@ class NodeGradientExchange(GradientExchange):
             self._average(run)
         dense = [self._dense_path.gradients[p] for p in self._dense_path.names]  # in one order on all workers
         if dense:
-            self._dense_averaging = self._node.start("dense", dense)
+            self._dense_averaging = self._start_average("dense", dense)
         self._launch_averaged()
 
     def _average(self, run: BucketRun) -> None:
@@ -113,20 +65,56 @@ class NodeGradientExchange(GradientExchange):
         bucket, run.arrived = run.engine.whole, 0
         wait_for_streams(run.streams)
         gradients = [self._gradient(p, self._given(run, i)) for i, p in enumerate(run.parameters)]
-        self._averaged.append((run, self._node.start(bucket.name, gradients, 1 / self._scale_now())))
+        self._averaged.append((run, self._start_average(bucket.name, gradients, 1 / self._scale_now())))
+
+    def _start_average(self, name: str, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> Pending:
+        """Start to average ``scale * gradient`` inside the node.
+
+        Args:
+            name: name of the bucket.
+            gradients: gradients, dense, of any dtype and layout, at least one; copied.
+            scale: factor of this worker's gradients.
+        """
+        workers, device, start = self._inside.workers, gradients[0].device, 0
+        flat = self._memory.get(name)
+        if flat is None or flat.device != device:
+            numel = sum(gradient.numel() for gradient in gradients)
+            flat = torch.empty(workers * -(-numel // workers), dtype=torch.float32, device=device)
+            self._memory[name] = flat
+        flat[-workers:] = 0  # the padding is shorter
+        for gradient in gradients:
+            flat[start : start + gradient.numel()].view(gradient.shape).copy_(gradient)
+            start += gradient.numel()
+        if scale != 1:
+            flat *= scale
+        received = flat.nbytes // workers * (workers - 1)
+        self.counts.traffic.count_inside(2 * received if self._whole else received)
+        if self._whole:
+            return self._inside.allreduce(flat, f"{name}.node", averages=True)
+        return self._inside.alltoall(flat, f"{name}.slices")
+
+    def _average_of(self, name: str, averaging: Pending) -> torch.Tensor:
+        """Wait for bucket `name`; return the average of this worker's slice, or if `_whole` of all, with padding."""
+        received = self.collectives.wait(averaging)
+        if self._whole:
+            return received
+        by_worker, flat = received.view(self._inside.workers, -1), self._memory[name]
+        if received.data_ptr() == flat.data_ptr():  # copied to the host and back
+            return by_worker.mean(0)
+        return torch.mean(by_worker, 0, out=flat[: by_worker.shape[1]])  # the sent gradients are not needed any more
 
     def _launch_averaged(self, wait: bool = False) -> None:
         """Send buckets whose average inside the node is done; wait for all if `wait`."""
-        if self._averaged and self._node.whole:
+        if self._averaged and self._whole:
             under_way = [each for _, each in self._averaged]
             if self._dense_averaging is not None:
                 under_way.append(self._dense_averaging)
-            if wait or all(self._node.inside.done(each) for each in under_way):
+            if wait or all(self.collectives.done(each) for each in under_way):
                 self._clip_and_launch()
             return
-        while self._averaged and (wait or self._node.inside.done(self._averaged[0][1])):
+        while self._averaged and (wait or self.collectives.done(self._averaged[0][1])):
             run, averaging = self._averaged.popleft()
-            self._add_slice(run, self._node.take(run.engine.whole.name, averaging))
+            self._add_slice(run, self._average_of(run.engine.whole.name, averaging))
             self._send(run)
             self.hand_on()
 
@@ -134,13 +122,13 @@ class NodeGradientExchange(GradientExchange):
         """Clip the node's complete gradient, the same on all of its workers, and send it."""
         dense, gradients, averages = self._dense_path.gradients, {}, []
         if self._dense_averaging is not None:
-            start, flat = 0, self._node.take("dense", self._dense_averaging)
+            start, flat = 0, self._average_of("dense", self._dense_averaging)
             for p in self._dense_path.names:
                 dense[p] = flat[start : start + p.numel()].view(p.shape).to(dense[p])
                 start += p.numel()
             self._dense_averaging = None
         for run, averaging in self._averaged:
-            averages.append(self._node.take(run.engine.whole.name, averaging))
+            averages.append(self._average_of(run.engine.whole.name, averaging))
             for segment, p in zip(run.engine.whole.segments, run.parameters, strict=True):
                 gradients[p] = averages[-1][segment.place]
         clip, scale = 1.0, 1 / self._scale_now()

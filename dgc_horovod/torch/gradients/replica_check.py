@@ -30,21 +30,24 @@ class Replicas:
     """
 
     def __init__(self, parameters: dict[str, torch.Tensor], config: DGCConfig, collectives: Collectives) -> None:
-        self._parameters, self._names, self._collectives = parameters, list(parameters), collectives
-        self._check = replicas.ReplicaCheck([p.nbytes for p in parameters.values()], config, collectives)
+        self._parameters, self._weights, self._collectives = parameters, list(parameters.values()), collectives
+        sizes = [p.nbytes for p in self._weights]
+        self._check = replicas.ReplicaCheck(list(parameters), sizes, config, collectives)
         self._under_way: tuple[Pending, int, int] | None = None
 
     def begin(self, step: int) -> None:
-        """Send this rank's checksum after `step` steps, if one is due."""
+        """Send this rank's checksums after `step` steps, if they are due."""
         part = self._check.due(step)
         if part >= 0:
-            found = replicas.checksum(_flat_bytes(self._parameters[name]) for name in self._names_in(part))
-            sent = torch.from_numpy(replicas.record(step, found))
             with suppress(*self._collectives.failures):  # another rank may have ended after its last step
-                self._under_way = self._collectives.allgather(sent, "replicas"), step, part
+                self._under_way = self._sent(step, part), step, part
+
+    def _sent(self, step: int, part: int) -> Pending:
+        record = replicas.record(step, (_flat_bytes(self._weights[i]) for i in self._check.parts[part]))
+        return self._collectives.allgather(torch.from_numpy(record), "replicas")
 
     def end(self, session: Session) -> None:
-        """Compare the checksum with the other ranks', before the next step is applied.
+        """Compare the checksums with the other ranks', before the next step is applied.
 
         Raises:
             ReplicaMismatch: on every rank, if weights differ and ``on_mismatch`` is "stop".
@@ -53,18 +56,11 @@ class Replicas:
             return
         pending, step, part = self._under_way
         self._under_way = None
-        if self._check.note(replicas.same(self._collectives.wait(pending).numpy())):
-            return
-        names = self._names_in(part)
-        own = np.array([step, *(replicas.checksum([_flat_bytes(self._parameters[name])]) for name in names)], np.uint32)
-        theirs = self._collectives.gather_bytes(own.tobytes(), "replicas.sums")
-        found = replicas.compared(step, names, [np.frombuffer(sums, np.uint32).tolist() for sums in theirs])
-        if found is not None:  # None: the script has repaired the weights in the meantime
-            self._check.stop_or_tell(found)
+        received = self._collectives.wait(pending).numpy()
+        if not self._check.alike(received):  # the script may have repaired the weights in the meantime
+            received = self._collectives.wait(self._sent(step, part)).numpy()
+        if not self._check.judge(part, received):
             self.take_over(session)
-
-    def _names_in(self, part: int) -> list[str]:
-        return [self._names[i] for i in self._check.parts[part]]
 
     def take_over(self, session: Session, root: int = 0) -> None:
         """Copy weights and optimizer state of rank `root` to all ranks; `root` says which entries there are."""

@@ -75,10 +75,7 @@ class Carrier:
         specs = [TensorSpec(name, tuple(p.shape)) for name, p in session.parameters.items()]
         averages, speed = self.settings.averages, self.speed(session)
         topology = agree(collectives, session.config, self.launched(), averages, specs, speed)
-        found = {ALL: collectives, **(self.of_nodes(topology, session.tag) if topology.node_size > 1 else {})}
-        for each in found.values():
-            each.traffic = collectives.traffic
-        return found
+        return {ALL: collectives, **(self.of_nodes(topology, session.tag) if topology.node_size > 1 else {})}
 
     # -- agreement
 

@@ -38,8 +38,7 @@ class LocalRounds:
 
     Args:
         exchange: exchange of the parameters; `e` is its residual. It is replaced when the ranks change.
-        config: compression settings; ``local_steps``, ``local_decay``, ``outer_rate``, ``outer_momentum`` and
-            ``offload`` are used.
+        config: compression settings; ``local_steps``, ``outer_rate``, ``outer_momentum`` and ``offload`` are used.
 
     Attributes:
         momentum: outer momentum b, by parameter, the same on every rank; empty before the first exchange or without.
@@ -104,7 +103,6 @@ class LocalRounds:
     def send(self) -> bool:
         """Start the exchange of this rank's changes of weights; return the result of `begin_step`."""
         untouched = self.begin_step()  # it saves the weights if no step was made
-        self.exchange.decay(self._config.local_decay)
         self._held = {p: p.grad for p in self._anchor}
         for p, anchor in self._anchor.items():
             p.grad = anchor.to(p.device) - p

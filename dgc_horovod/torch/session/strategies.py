@@ -147,8 +147,6 @@ class EveryStep(Strategy):
         session.groups.check_nothing_unfrozen(exchange.names)
         session.may_apply = exchange.finish()
         if not session.may_apply:
-            if session.update.dense:
-                exchange.drop_residuals()
             if exchange.counts.skipped_in_a_row >= _UNUSUAL:  # a GradScaler does not call step(), which would warn
                 session.tell_once(*of_skipped(exchange))
         session.watch.synchronized(exchange.names, brought)
