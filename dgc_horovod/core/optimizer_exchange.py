@@ -361,7 +361,7 @@ class OptimizerExchange:
                 f"{node_size}, {combining(self.averages)}; use load_checkpoint, which redistributes residuals"
             )
         # after a flush other layers may be trained
-        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.exchanges_weights)
+        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state)
         for name in self.numel.keys() & state.tensors.keys() if anew else state.tensors:
             state.check_fits(name, self.numel.get(name), *self._keeps(name))
         self.second.check_fits(state.second)

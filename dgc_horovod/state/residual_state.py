@@ -124,10 +124,7 @@ class ResidualState:
         arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
         arrays |= {f"{i}.{_GUESS}": self.thresholds[bucket] for i, bucket in enumerate(buckets)}
         arrays |= {f"{i}.{_FACTORED}": self.second[name] for i, name in enumerate(names) if name in self.second}
-        text = json.dumps({"format": FORMAT, **head, "names": names, "buckets": buckets})
-        out = io.BytesIO()
-        np.savez(out, **{_HEAD: np.frombuffer(text.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-        return out.getvalue()
+        return to_npz({"format": FORMAT, **head, "names": names, "buckets": buckets}, arrays)
 
     def carried_on(self, rank: int, workers: int) -> ResidualState:
         """Return the record for this rank as `rank` of `workers`, with the same part of the combined residual."""
@@ -138,7 +135,8 @@ class ResidualState:
             return changed
         scale = np.float32(workers / self.workers if self.averages else 1.0)
         scaled = {
-            name: {part: x * scale if is_linear(part) else x for part, x in arrays.items()}
+            # not the moments of an optimizer with local steps, which are this rank's own
+            name: {part: x * scale if part in (RESIDUAL, MOMENTUM) else x for part, x in arrays.items()}
             for name, arrays in changed.tensors.items()
         }
         return dataclasses.replace(changed, tensors=scaled, thresholds={})
@@ -155,12 +153,7 @@ class ResidualState:
             CheckpointError: the bytes are not those of a record.
         """
         what = f"{name} is damaged"
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as found:
-                arrays = {key: found[key] for key in found.files}
-            head = json.loads(arrays.pop(_HEAD).tobytes())
-        except Exception as error:  # of zipfile, zlib, NumPy or JSON, any kind
-            raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
+        head, arrays = from_npz(what, data)
         fields = checked(what, head, _OF_HEAD, _EARLIER)
         if fields.pop("format") != FORMAT:
             raise CheckpointError(f"{name} has format {head['format']}; this version reads {FORMAT}")
@@ -225,8 +218,8 @@ class ResidualState:
     def as_one_of_all(self) -> ResidualState:
         """Return the record without nodes: whole tensors, zero where other workers of the node have their slices.
 
-        The mean (the sum) over all ranks is then the mean (the sum) over nodes that it was. The remainder of a shard
-        owner becomes residual: other ranks own other elements.
+        The mean over all ranks is then the mean over nodes that it was: nodes never add gradients up. The remainder of
+        a shard owner becomes residual: other ranks own other elements.
         """
         every = {name: released(arrays) for name, arrays in self.tensors.items()}
         if self.node_size == 1:
@@ -238,15 +231,35 @@ class ResidualState:
                 continue
             start, numel = self.runs[name]
             for part, array in arrays.items():
-                is_mean = self.averages or not is_linear(part)
                 whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)
-                whole[start : start + array.size] = array * np.float32(self.node_size if is_mean else 1)
+                whole[start : start + array.size] = array * np.float32(self.node_size)
         return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
 
 
-def is_linear(part: str) -> bool:
-    """Whether the sum of the ranks' arrays of a part is applied; not so for Adam's own moments."""
-    return part in (RESIDUAL, MOMENTUM)
+def to_npz(head: Mapping[str, Any], arrays: Arrays) -> bytes:
+    """Return the bytes of an ``.npz`` file of `arrays`, with `head` in JSON."""
+    out = io.BytesIO()
+    text = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    np.savez(out, **{_HEAD: text}, **arrays)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def from_npz(what: str, data: bytes) -> tuple[Any, Arrays]:
+    """Return head and arrays of `to_npz`; neither is checked, and nothing in them is executed.
+
+    Args:
+        what: begin of the message.
+        data: content of the file.
+
+    Raises:
+        CheckpointError: the bytes are not those of such a file.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            arrays = {key: found[key] for key in found.files}
+        return json.loads(arrays.pop(_HEAD).tobytes()), arrays
+    except Exception as error:  # of zipfile, zlib, NumPy or JSON, any kind
+        raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
 
 
 def released(arrays: Arrays) -> Arrays:
