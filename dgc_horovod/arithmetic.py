@@ -241,7 +241,7 @@ class Adam(Arithmetic):
             raise UnsupportedUse(refusal("Adam's maximize together with coupled weight decay", "AdamW"))
 
     def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
-        return buckets.adam.feed(name, options.b2, options.eps, options.rate)
+        return buckets.second.feed(name, options.b2, options.eps, options.rate)
 
     def decay_before(self, options: Options) -> float:
         return 0.0 if options.decoupled else options.decay
@@ -251,7 +251,7 @@ class Adam(Arithmetic):
 
     def take_over(self, buckets: OptimizerExchange, name: str, slots: Arrays, options: Options, steps: int) -> None:
         square = slots[SECOND] / np.float32(1 - options.b2**steps)
-        buckets.adam.take(name, square, slots[FIRST], steps, options.b2, options.eps)
+        buckets.second.take(name, square, slots[FIRST], steps, options.b2, options.eps)
 
     def give_back(self, buckets: OptimizerExchange, name: str, options: Options, steps: int) -> Arrays:
         if not buckets.second[name].known:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.config import DGCConfig, clip_limit, density_at
-from dgc_horovod.core.adam import AdamStep
+from dgc_horovod.core.adam import SecondMoments
 from dgc_horovod.core.bucketing import TensorSpec, plan, within_budget
 from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.meters import Meters
-from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
@@ -97,8 +96,7 @@ class OptimizerExchange:
         self.epoch: int | None = None  # the last epoch that the script has set, for the warm-up
         self.ending = Ending(self.engines)
         shapes = {spec.name: spec.shape for spec in specs if spec.name in self._compressed}
-        self.second = SecondMoments(shapes, config.seed, self.topology.nodes, averages)
-        self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
+        self.second = SecondMoments(shapes, config.seed, self.place, self.topology, averages, traffic)
         self.dense_residuals: Arrays = {}
         self.under_way = False
         self.accumulations: Mapping[str, Accumulation] = {}
@@ -130,13 +128,13 @@ class OptimizerExchange:
         """Begin a step; roll back the one before if it was not ended."""
         if self.under_way:
             self.rollback()
-        self.adam.step, self.under_way = self.steps, True
+        self.second.step, self.under_way = self.steps, True
 
     def add_gradient(self, engine: BucketEngine, i: int, gradient: Array) -> None:
         """`BucketEngine.add_gradient`, after a measurement for Adam's second moment."""
         name = engine.bucket.segments[i].name
         accumulation = self.accumulations.get(name, _PLAIN)
-        self.adam.measure(name, gradient, accumulation)
+        self.second.measure(name, gradient, accumulation)
         engine.add_gradient(i, gradient, accumulation)
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
@@ -152,7 +150,7 @@ class OptimizerExchange:
             clip: factor of the gradients, in (0, 1], from `clip_factor`.
             loss_scale: factor of the loss, hence of every gradient, > 0.
         """
-        self.adam.scale = scale = clip / loss_scale
+        self.second.scale = scale = clip / loss_scale
         self.ending.begin()
         self.meters.diagnostics.before(engine, scale)
         with self.meters.timing(engine, "compressing"):
@@ -245,7 +243,7 @@ class OptimizerExchange:
                 engine.rollback()
         if finite:
             self.dense_residuals.clear()
-        self.adam.close(finite, self.ranks_in_join)
+        self.second.close(finite, self.ranks_in_join)
         self.accumulations, self.under_way = {}, False
         self.counts.density_now = density
         self.steps += 1
@@ -254,7 +252,7 @@ class OptimizerExchange:
     def rollback(self) -> None:
         """Roll back the present step, which is given up."""
         self.meters.close(finite=False, advises=False)
-        self.adam.close(False)
+        self.second.close(False)
         self.accumulations, self.under_way = {}, False
         for engine in self.engines:
             engine.rollback()
