@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +19,6 @@ from dgc_horovod.errors import CheckpointError, shown
 from dgc_horovod.state import kinds
 from dgc_horovod.state.kinds import SWITCH, TEXT, Kind, checked, list_of, mapping_of, whole
 
-_log = logging.getLogger("dgc_horovod")
 FORMAT = 1
 # residual v, momentum u, moments of Adam with local steps, remainder of a shard owner (zero where others own)
 RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER = PARTS = ("v", "u", "first", "second", "remainder")
@@ -77,10 +74,6 @@ class ResidualState:
     second: Arrays = field(default_factory=dict)
     clips: list[list[Any]] = field(default_factory=list)
     method: str = ""
-
-    def __post_init__(self) -> None:
-        if self.epoch is not None:
-            self.epoch = math.floor(self.epoch)  # a script's may be a float, or NumPy's
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -270,14 +263,6 @@ def released(arrays: Arrays) -> Arrays:
     return {**kept, RESIDUAL: arrays[RESIDUAL] + arrays[REMAINDER]}
 
 
-def _is_epoch(x: Any) -> bool:
-    """Whether it is an epoch: a number, also of NumPy, or None."""
-    try:
-        return x is None or (not isinstance(x, (bool, np.bool_)) and abs(math.floor(x)) < 2**63)
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
 _ARRAY = Kind("an array", lambda x: isinstance(x, np.ndarray))
 _RUN = kinds.tuple_of(whole(0), whole(0))
 CLIPS = list_of(kinds.tuple_of(list_of(TEXT), kinds.NUMBER, kinds.optional(kinds.NUMBER), SWITCH))
@@ -290,8 +275,7 @@ _OF_RECORD = {
 }  # fmt: skip
 _OF_HEAD = {**_OF_RECORD, "format": whole(0), **dict.fromkeys(("names", "buckets"), list_of(TEXT, distinct=True))}
 _OF_DICT = {
-    **_OF_RECORD, "epoch": Kind("a whole number, or None", _is_epoch), "clips": CLIPS,
-    "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
+    **_OF_RECORD, "clips": CLIPS, "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
     "second": mapping_of(_ARRAY),
 }  # fmt: skip
 _EARLIER = ("node_size", "runs", "mode", "clips", "method", "second")  # unknown to earlier versions
