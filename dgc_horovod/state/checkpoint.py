@@ -232,16 +232,15 @@ def load(
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
     manifest = Manifest.from_bytes(shared_from(collectives, data, "manifest"))
     model = shared_from(collectives, model, "model")
-    topology = Topology(collectives.rank, collectives.workers, node_size)
-    place = topology.rank, topology.workers
-    empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
-    empty.clips = manifest.clips
+    rank, workers, clips = collectives.rank, collectives.workers, manifest.clips
+    empty = ResidualState(rank, workers, averages, manifest.step, manifest.epoch, node_size=node_size, clips=clips)
     if config is not None and manifest.config and manifest.local != config.exchanges_weights:
         empty.step = 0  # one counts exchanges, the other steps
     # files of stock Horovod have no choice, nor do files from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
     if residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
+    topology = Topology(rank, workers, node_size)
     found: dict[int, ResidualState] = {}
     state = empty
     with together(collectives, f"loading {directory}"):
@@ -249,7 +248,7 @@ def load(
             _check_method(manifest, config, averages)
         cut_alike = config is None or _cut_alike(manifest, config)
         for old in needed(topology, manifest.workers, manifest.node_size, cut_alike):
-            wanted = _wanted(directory, manifest, old, residuals, collectives.rank)
+            wanted = _wanted(directory, manifest, old, residuals, rank)
             if wanted is not None:
                 found[old] = wanted
         if config is not None and found:
@@ -259,7 +258,7 @@ def load(
         return Checkpoint(manifest, model, empty)
     if residuals != REQUIRED:
         state = _with_second_of_any(state, collectives)
-    return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
+    return Checkpoint(manifest, model, dataclasses.replace(state, clips=clips))
 
 
 def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank: int) -> ResidualState | None:
@@ -279,12 +278,10 @@ def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank:
 
 def _with_second_of_any(state: ResidualState, collectives: Gatherer) -> ResidualState:
     """Return `state` with Adam's second moment, which must be equal on all ranks, from the first rank that has it."""
-    having = [data == b"yes" for data in collectives.gather_bytes(b"yes" if state.second else b"no", "second")]
-    if all(having) or not any(having):
-        return state
     alone = dataclasses.replace(state, tensors={name: {} for name in state.second}, runs={}, thresholds={})
-    data = shared_from(collectives, alone.to_bytes(), "second of any", having.index(True))
-    return dataclasses.replace(state, second=ResidualState.from_bytes(data).second)
+    every = collectives.gather_bytes(alone.to_bytes() if state.second else b"", "second")
+    first = next(filter(None, every), b"")
+    return dataclasses.replace(state, second=ResidualState.from_bytes(first).second) if first else state
 
 
 def _check_that_nothing_is_lost(collectives: Gatherer, states: Iterable[ResidualState], residuals: str) -> None:
@@ -330,12 +327,6 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
                 f"the residuals were saved with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
                 'flush() before saving to change it, or pass residuals="ignored", which drops them'
             )
-    if manifest.local != config.exchanges_weights:
-        before, after = ("with", "without") if manifest.local else ("without", "with")
-        raise CheckpointError(
-            f"the residuals were saved {before} local steps, and this job runs {after} them; pass "
-            'residuals="ignored", which drops them'
-        )
     if manifest.averages != averages:
         raise CheckpointError(
             f"the residuals were saved {combining(manifest.averages)} gradients, and this job is {combining(averages)} "

@@ -26,12 +26,11 @@ def check_kept(state: ResidualState, method: str) -> None:
         method: content of the optimizer's residuals now.
     """
     local = CHANGES in (state.method, method)  # the optimizer's own moments would be taken for others
-    if state.method not in ("", method) and state.tensors and (local or not is_flushed(state)):
+    if state.method != method and state.tensors and (local or (state.method and not is_flushed(state))):
         flush = "" if local else "call flush() before saving to change them, "
         raise CheckpointError(  # records of earlier versions do not say what they hold
-            f"the residuals hold {state.method}, and this optimizer's hold {method}; use the method and the kind of "
-            f"optimizer that they were saved with, {flush}or drop them "
-            '(residuals="ignored")'
+            f"the residuals hold {state.method or GRADIENTS}, and this optimizer's hold {method}; use the method and "
+            f'the kind of optimizer that they were saved with, {flush}or drop them (residuals="ignored")'
         )
     for name, arrays in state.tensors.items():
         if FIRST in arrays and method != CHANGES:  # local steps: moments in the record are the optimizer's own
@@ -98,21 +97,17 @@ class StateRegister:
     Args:
         waiting: residuals in its buckets.
         method: content of the residuals, in words, see `state.method`.
+        parts: parts that are saved and loaded as well; more may be added.
     """
 
-    def __init__(self, waiting: Waiting, method: str) -> None:
-        self._waiting, self._method = waiting, method
-        self._parts: list[StatePart] = []
-
-    def register(self, part: StatePart) -> None:
-        """Save and load `part` as well from now on."""
-        self._parts.append(part)
+    def __init__(self, waiting: Waiting, method: str, parts: list[StatePart]) -> None:
+        self._waiting, self._method, self.parts = waiting, method, parts
 
     def record(self, own: bool = True) -> ResidualState:
         """Return a copy of everything; `own`: also of the slots in the user's optimizer that are this rank's alone."""
         state = self._waiting.residuals()
         state.method = self._method
-        for part in self._parts:
+        for part in self.parts:
             if own or not part.in_optimizer:
                 part.put(state)
         return state
@@ -123,7 +118,7 @@ class StateRegister:
         Raises:
             CheckpointError: no session of this method, model and place can go on from it.
         """
-        for part in self._parts:
+        for part in self.parts:
             state = part.without(state)
         check_kept(state, self._method)
         self._waiting.check_fits(state)
@@ -136,7 +131,7 @@ class StateRegister:
             CheckpointError: see `check`.
         """
         self._waiting.load(self.check(state))
-        for part in self._parts:
+        for part in self.parts:
             part.resume(state)
 
 

@@ -78,7 +78,7 @@ class AutomaticExchange(GradientExchange, StatePart):
         self._asks = False  # whether the link is to be timed, see `Choice.compare`
         steps.counts.mode = DENSE
         weak: Any = weakref.proxy(self)  # or it would be a cycle
-        self.kept.register(weak)
+        self.kept.parts.append(weak)
         self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, self.sources)
 
     @property
