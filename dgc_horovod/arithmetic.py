@@ -241,7 +241,7 @@ class Adam(Arithmetic):
             raise UnsupportedUse(refusal("Adam's maximize together with coupled weight decay", "AdamW"))
 
     def accumulation(self, options: Options, buckets: OptimizerExchange, name: str) -> Accumulation:
-        return buckets.adam.feed(name, options.b2, options.eps, options.rate)
+        return buckets.second.feed(name, options.b2, options.eps, options.rate)
 
     def decay_before(self, options: Options) -> float:
         return 0.0 if options.decoupled else options.decay
@@ -251,7 +251,7 @@ class Adam(Arithmetic):
 
     def take_over(self, buckets: OptimizerExchange, name: str, slots: Arrays, options: Options, steps: int) -> None:
         square = slots[SECOND] / np.float32(1 - options.b2**steps)
-        buckets.adam.take(name, square, slots[FIRST], steps, options.b2, options.eps)
+        buckets.second.take(name, square, slots[FIRST], steps, options.b2, options.eps)
 
     def give_back(self, buckets: OptimizerExchange, name: str, options: Options, steps: int) -> Arrays:
         if not buckets.second[name].known:
@@ -319,10 +319,8 @@ def choose(
     return stock if splits else Arithmetic(), told
 
 
-def without_own(
-    state: ResidualState, own: Collection[str], numel: Mapping[str, int]
-) -> tuple[ResidualState, dict[str, Arrays]]:
-    """Split the rank's own slots off a record: return the rest, and these slots by tensor; `state` is not changed.
+def without_own(state: ResidualState, own: Collection[str], numel: Mapping[str, int]) -> ResidualState:
+    """Return a record without the rank's own slots; `state` is not changed.
 
     Args:
         state: record of this rank.
@@ -333,19 +331,15 @@ def without_own(
         CheckpointError: the slots are of another model.
     """
     if not own:
-        return state, {}
+        return state
     tensors: dict[str, Arrays] = {}
-    found: dict[str, Arrays] = {}
     for name, arrays in state.tensors.items():
-        slots = {part: x for part, x in arrays.items() if part in own}
-        if name in numel and slots:
-            sizes = sorted({x.size for x in slots.values()})
-            if sizes != [numel[name]]:
-                raise CheckpointError(
-                    f"the optimizer's state of {name!r} has {sizes} elements, the model's tensor has {numel[name]}; "
-                    "they must be of the same model"
-                )
-            found[name] = slots
+        sizes = sorted({x.size for part, x in arrays.items() if part in own})
+        if name in numel and sizes not in ([], [numel[name]]):
+            raise CheckpointError(
+                f"the optimizer's state of {name!r} has {sizes} elements, the model's tensor has {numel[name]}; "
+                "they must be of the same model"
+            )
         if rest := {part: x for part, x in arrays.items() if part not in own}:
             tensors[name] = rest
-    return dataclasses.replace(state, tensors=tensors), found
+    return dataclasses.replace(state, tensors=tensors, directions={})

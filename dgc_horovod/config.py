@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsInt
 
 from dgc_horovod import settings
 from dgc_horovod.errors import ConfigError, UnsupportedUse, unknown
@@ -101,6 +102,18 @@ def densities(final_density: float, warmup: WarmupSchedule | None) -> set[float]
         return {final_density}
     row = (warmup.first_density * warmup.factor**stage for stage in range(warmup.stages(final_density)))
     return {final_density, *(max(final_density, density) for density in row)}
+
+
+def whole_epoch(epoch: SupportsInt) -> int:
+    """Convert an epoch that a script has set to an int; whole floats and NumPy integers are allowed.
+
+    Raises:
+        ConfigError: `epoch` is not a whole number.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
+        if int(epoch) == epoch:  # not true of texts
+            return int(epoch)
+    raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
 
 
 def density_at(final_density: float, warmup: WarmupSchedule | None, step: int, epoch: int | None = None) -> float:

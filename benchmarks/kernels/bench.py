@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.shapes import Gradients, Shapes
 from dgc_horovod import DGCConfig
-from dgc_horovod.core.adam import AdamStep
+from dgc_horovod.core.adam import SecondMoments
 from dgc_horovod.core.bucketing import TensorSpec, plan
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import Accumulation, ErrorFeedback, Kernels, MomentumCorrection
 from dgc_horovod.stats import Traffic
 
@@ -96,8 +96,8 @@ class Model:
         self.step, self.launching, self.waiting = 0, 0.0, 0.0
         sparse = [engine for engine in self.engines if not engine.bucket.uncompressed]
         place = {segment.name: (engine, i) for engine in sparse for i, segment in enumerate(engine.bucket.segments)}
-        second = SecondMoments({name: shape for name, shape in shapes if name in place}, 0, workers, True)
-        self.adam = AdamStep(second, place, workers, workers, Traffic()) if adam else None
+        placed, topology = {name: shape for name, shape in shapes if name in place}, Topology(0, workers)
+        self.adam = SecondMoments(placed, 0, place, topology, True, Traffic()) if adam else None
 
     @property
     def numel(self) -> int:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from dgc_horovod.config import DGCConfig, clip_limit, density_at
-from dgc_horovod.core.adam import AdamStep
+from dgc_horovod.core.adam import SecondMoments
 from dgc_horovod.core.bucketing import TensorSpec, plan, within_budget
 from dgc_horovod.core.ending import Ending, unscaled
 from dgc_horovod.core.engine import BucketEngine
 from dgc_horovod.core.meters import Meters
-from dgc_horovod.core.second_moment import SecondMoments
 from dgc_horovod.core.workspace import Message
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.contract import ALL, INSIDE, Transport
@@ -98,8 +97,7 @@ class OptimizerExchange:
         self.steps = 0  # completed steps of the whole training
         self.epoch: int | None = None  # the last epoch that the script has set, for the warm-up
         self.ending = Ending(self.engines)
-        self.second = SecondMoments(self.compressed, config.seed, self.topology.nodes, averages)
-        self.adam = AdamStep(self.second, self.place, workers, self.topology.nodes, traffic)
+        self.second = SecondMoments(self.compressed, config.seed, self.place, self.topology, averages, traffic)
         self.dense_residuals: Arrays = {}
         self.under_way = self.in_join = self.clips = self.dense = False
         self.accumulations: Mapping[str, Accumulation] = {}
@@ -117,7 +115,7 @@ class OptimizerExchange:
         """Begin a step; roll back the one before if it was not ended. With local steps u and v decay."""
         if self.under_way:
             self.rollback()
-        self.adam.step, self.under_way = self.steps, True
+        self.second.step, self.under_way = self.steps, True
         factor = self.config.local_decay if self.config.exchanges_weights else 1.0
         for engine in self.engines if factor < 1 else ():
             engine.state.rescale(factor)
@@ -128,7 +126,7 @@ class OptimizerExchange:
         """`BucketEngine.add_gradient`, after a measurement for Adam's second moment."""
         name = engine.bucket.segments[i].name
         accumulation = self.accumulations.get(name, _PLAIN)
-        self.adam.measure(name, gradient, accumulation)
+        self.second.measure(name, gradient, accumulation)
         engine.add_gradient(i, gradient, accumulation)
 
     def compress(self, engine: BucketEngine, clip: float = 1.0, loss_scale: float = 1.0) -> Message:
@@ -144,7 +142,7 @@ class OptimizerExchange:
             clip: factor of the gradients, in (0, 1], from `clip_factor`.
             loss_scale: factor of the loss, hence of every gradient, > 0.
         """
-        self.adam.scale = scale = clip / loss_scale
+        self.second.scale = scale = clip / loss_scale
         self.ending.begin()
         engine.flags = (FLAG_JOINED if self.in_join else 0) | (FLAG_CLIPS if self.clips else 0)
         self.meters.diagnostics.before(engine, scale)
@@ -236,7 +234,7 @@ class OptimizerExchange:
         elif self.dense:  # what is not applied is dropped, as stock does
             for engine in self.engines:
                 engine.kernels.fill_zero(engine.state.v)
-        self.adam.close(finite, self.ranks_in_join)
+        self.second.close(finite, self.ranks_in_join)
         self.accumulations, self.under_way = {}, False
         self.counts.density_now = density
         self.steps += 1
@@ -245,7 +243,7 @@ class OptimizerExchange:
     def rollback(self) -> None:
         """Roll back the present step, which is given up."""
         self.meters.close(finite=False, advises=False)
-        self.adam.close(False)
+        self.second.close(False)
         self.accumulations, self.under_way = {}, False
         for engine in self.engines:
             engine.rollback()
@@ -344,7 +342,7 @@ class OptimizerExchange:
                 f"{node_size}, {combining(self.averages)}; use load_checkpoint, which redistributes residuals"
             )
         # after a flush other layers may be trained
-        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state, self.config.exchanges_weights)
+        anew = self.numel.keys() != state.tensors.keys() and is_flushed(state)
         for name in self.numel.keys() & state.tensors.keys() if anew else state.tensors:
             state.check_fits(name, self.numel.get(name), *self._keeps(name))
         self.second.check_fits(state.second)

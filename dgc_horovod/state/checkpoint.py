@@ -14,7 +14,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.settings import check_choice
 from dgc_horovod.state.manifest import MANIFEST, OF_ALL, File, Manifest, digest
-from dgc_horovod.state.parts import handed_on, left_of, needed
+from dgc_horovod.state.parts import CHANGES, handed_on, left_of, needed
 from dgc_horovod.state.residual_state import UNDECIDED, ResidualState, combining
 
 _log = logging.getLogger("dgc_horovod")
@@ -232,30 +232,33 @@ def load(
             model = _sound(directory, Manifest.from_bytes(data).file(MODEL))
     manifest = Manifest.from_bytes(shared_from(collectives, data, "manifest"))
     model = shared_from(collectives, model, "model")
-    topology = Topology(collectives.rank, collectives.workers, node_size)
-    place = topology.rank, topology.workers
-    empty = ResidualState(*place, averages, manifest.step, manifest.epoch, node_size=node_size)
-    empty.clips = manifest.clips
-    if config is not None and manifest.config and _differ_in_local_steps(manifest.config, _as_texts(config)):
+    rank, workers, clips = collectives.rank, collectives.workers, manifest.clips
+    empty = ResidualState(rank, workers, averages, manifest.step, manifest.epoch, node_size=node_size, clips=clips)
+    if config is not None and manifest.config and manifest.local != config.exchanges_weights:
         empty.step = 0  # one counts exchanges, the other steps
     # files of stock Horovod have no choice, nor do files from before the first step
     empty.mode = manifest.mode if manifest.config and manifest.workers else UNDECIDED
-    if config is None and residuals != IGNORED and manifest.workers:
-        _check_that_nothing_is_lost(directory, collectives, manifest, residuals)
-    if config is None or residuals == IGNORED or not manifest.workers:
+    if residuals == IGNORED or not manifest.workers:
         return Checkpoint(manifest, model, empty)
+    topology = Topology(rank, workers, node_size)
     found: dict[int, ResidualState] = {}
+    state = empty
     with together(collectives, f"loading {directory}"):
-        _check_method(manifest, config, averages)
-        cut_alike = _cut_alike(manifest, config)
+        if config is not None:
+            _check_method(manifest, config, averages)
+        cut_alike = config is None or _cut_alike(manifest, config)
         for old in needed(topology, manifest.workers, manifest.node_size, cut_alike):
-            state = _wanted(directory, manifest, old, residuals, collectives.rank)
-            if state is not None:
-                found[old] = state
-        state = handed_on(found, topology, cut_alike) if found else empty
+            wanted = _wanted(directory, manifest, old, residuals, rank)
+            if wanted is not None:
+                found[old] = wanted
+        if config is not None and found:
+            state = handed_on(found, topology, cut_alike)
+    if config is None:  # all ranks together have read every file
+        _check_that_nothing_is_lost(collectives, found.values(), residuals)
+        return Checkpoint(manifest, model, empty)
     if residuals != REQUIRED:
         state = _with_second_of_any(state, collectives)
-    return Checkpoint(manifest, model, dataclasses.replace(state, clips=manifest.clips))
+    return Checkpoint(manifest, model, dataclasses.replace(state, clips=clips))
 
 
 def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank: int) -> ResidualState | None:
@@ -275,40 +278,33 @@ def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank:
 
 def _with_second_of_any(state: ResidualState, collectives: Gatherer) -> ResidualState:
     """Return `state` with Adam's second moment, which must be equal on all ranks, from the first rank that has it."""
-    having = [data == b"yes" for data in collectives.gather_bytes(b"yes" if state.second else b"no", "second")]
-    if all(having) or not any(having):
-        return state
     alone = dataclasses.replace(state, tensors={name: {} for name in state.second}, runs={}, thresholds={})
-    data = shared_from(collectives, alone.to_bytes(), "second of any", having.index(True))
-    return dataclasses.replace(state, second=ResidualState.from_bytes(data).second)
+    every = collectives.gather_bytes(alone.to_bytes() if state.second else b"", "second")
+    first = next(filter(None, every), b"")
+    return dataclasses.replace(state, second=ResidualState.from_bytes(first).second) if first else state
 
 
-def _check_that_nothing_is_lost(directory: Path, collectives: Gatherer, manifest: Manifest, residuals: str) -> None:
+def _check_that_nothing_is_lost(collectives: Gatherer, states: Iterable[ResidualState], residuals: str) -> None:
     """Check, if nothing is compressed now, that no residuals are lost, or warn if they are not required.
 
     Raises:
-        CheckpointError: on every rank, if any file has residuals, and they are required.
+        CheckpointError: on every rank, if any of the `states` of any rank has residuals, and they are required.
     """
-    place = Topology(collectives.rank, collectives.workers, 1)  # all ranks together read every file
-    local, tensors, squares = manifest.config.get("local_steps", "None") != "None", 0, 0.0
-    with together(collectives, f"loading {directory}"):
-        for old in needed(place, manifest.workers, manifest.node_size):
-            state = _wanted(directory, manifest, old, residuals, collectives.rank)
-            if state is not None:
-                left = left_of(state, local)
-                tensors = max(tensors, len(left))
-                squares += sum(float(np.square(x, dtype=np.float64).sum()) for arrays in left for x in arrays)
-        if tensors and residuals == REQUIRED:
-            raise CheckpointError(
-                f"the checkpoint has residuals of {tensors} parameters, and nothing is compressed now: flush() before "
-                'saving, or residuals="ignored", which drops them'
-            )
-    told = [json.loads(data) for data in collectives.gather_bytes(json.dumps([tensors, squares]).encode(), "left")]
-    if collectives.rank == 0 and any(count for count, _ in told):
+    every = [left_of(state) for state in states]
+    squares = sum(float(np.square(x, dtype=np.float64).sum()) for left in every for arrays in left for x in arrays)
+    own = json.dumps([max(map(len, every), default=0), squares]).encode()
+    told = [json.loads(data) for data in collectives.gather_bytes(own, "left")]
+    tensors = max(count for count, _ in told)
+    if tensors and residuals == REQUIRED:
+        raise CheckpointError(
+            f"the checkpoint has residuals of {tensors} parameters, and nothing is compressed now: flush() before "
+            'saving, or residuals="ignored", which drops them'
+        )
+    if tensors and collectives.rank == 0:
         _log.warning(
             "dgc_horovod: nothing is compressed now, so the residuals of %d parameters are dropped; their norm over "
             "all ranks is %.3g",
-            max(count for count, _ in told),
+            tensors,
             math.sqrt(sum(each for _, each in told)),
         )
 
@@ -331,21 +327,11 @@ def _check_method(manifest: Manifest, config: DGCConfig, averages: bool) -> None
                 f"the residuals were saved with {name}={manifest.config.get(name)}, and it is {now[name]} now; call "
                 'flush() before saving to change it, or pass residuals="ignored", which drops them'
             )
-    if _differ_in_local_steps(manifest.config, now):
-        before, after = ("with", "without") if now["local_steps"] == "None" else ("without", "with")
-        raise CheckpointError(
-            f"the residuals were saved {before} local steps, and this job runs {after} them; pass "
-            'residuals="ignored", which drops them'
-        )
     if manifest.averages != averages:
         raise CheckpointError(
             f"the residuals were saved {combining(manifest.averages)} gradients, and this job is {combining(averages)} "
             "them; give the same op, or call flush() before saving"
         )
-
-
-def _differ_in_local_steps(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    return len({fields.get("local_steps", "None") == "None" for fields in (one, other)}) == 2
 
 
 def _cut_alike(manifest: Manifest, config: DGCConfig) -> bool:
@@ -363,6 +349,8 @@ def _residuals(directory: Path, manifest: Manifest, rank: int) -> ResidualState:
             raise CheckpointError(
                 f"{file.name} is not what {MANIFEST} says: {name} is {getattr(state, name)!r}, and not {value!r}"
             )
+    if manifest.local:
+        state.method = CHANGES  # records of earlier versions do not say so
     return state
 
 

@@ -55,6 +55,11 @@ class Manifest:
     clips: list[list[Any]]
     files: dict[str, File]
 
+    @property
+    def local(self) -> bool:
+        """Whether it was saved with local steps."""
+        return self.config.get("local_steps", "None") != "None"
+
     def file(self, key: str) -> File:
         """One of `files`."""
         if key not in self.files:

@@ -6,7 +6,6 @@ shares of the residuals, with the same combined residual.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from dgc_horovod.errors import CheckpointError
 from dgc_horovod.exchange.hierarchical import Topology
-from dgc_horovod.state.residual_state import FIRST, MOMENTUM, REMAINDER, RESIDUAL, SECOND, ResidualState, is_linear
+from dgc_horovod.state.residual_state import FIRST, MOMENTUM, REMAINDER, RESIDUAL, ResidualState
 
 GRADIENTS, CHANGES, ADAM_UPDATES = "gradients", "changes of weights", "updates of Adam"
 
@@ -27,12 +26,11 @@ def check_kept(state: ResidualState, method: str) -> None:
         method: content of the optimizer's residuals now.
     """
     local = CHANGES in (state.method, method)  # the optimizer's own moments would be taken for others
-    if state.method not in ("", method) and state.tensors and (local or not is_flushed(state, local=False)):
+    if state.method != method and state.tensors and (local or (state.method and not is_flushed(state))):
         flush = "" if local else "call flush() before saving to change them, "
         raise CheckpointError(  # records of earlier versions do not say what they hold
-            f"the residuals hold {state.method}, and this optimizer's hold {method}; use the method and the kind of "
-            f"optimizer that they were saved with, {flush}or drop them "
-            '(residuals="ignored")'
+            f"the residuals hold {state.method or GRADIENTS}, and this optimizer's hold {method}; use the method and "
+            f'the kind of optimizer that they were saved with, {flush}or drop them (residuals="ignored")'
         )
     for name, arrays in state.tensors.items():
         if FIRST in arrays and method != CHANGES:  # local steps: moments in the record are the optimizer's own
@@ -43,23 +41,21 @@ def check_kept(state: ResidualState, method: str) -> None:
             )
 
 
-def left_of(state: ResidualState, local: bool) -> list[list[np.ndarray]]:
+def left_of(state: ResidualState) -> list[list[np.ndarray]]:
     """Return what would be lost of `state` if nothing is compressed any more, by tensor; nothing right after a flush.
 
-    Args:
-        state: record of a rank.
-        local: whether it was saved with local steps: its momentum and moments are the optimizer's own then.
+    With local steps momentum and moments are the optimizer's own.
     """
-    parts = (RESIDUAL, REMAINDER) if local else (RESIDUAL, REMAINDER, MOMENTUM)
+    parts = (RESIDUAL, REMAINDER) if state.method == CHANGES else (RESIDUAL, REMAINDER, MOMENTUM)
     if state.method == ADAM_UPDATES and not state.second:
         return []  # flushed: only rounding errors of small tensors are left, which Adam cannot apply
     every = ([of[part] for part in parts if part in of and of[part].any()] for of in state.tensors.values())
     return [found for found in every if found]
 
 
-def is_flushed(state: ResidualState, local: bool) -> bool:
+def is_flushed(state: ResidualState) -> bool:
     """Whether `left_of` finds nothing."""
-    return not left_of(state, local)
+    return not left_of(state)
 
 
 class StatePart:
@@ -101,21 +97,17 @@ class StateRegister:
     Args:
         waiting: residuals in its buckets.
         method: content of the residuals, in words, see `state.method`.
+        parts: parts that are saved and loaded as well; more may be added.
     """
 
-    def __init__(self, waiting: Waiting, method: str) -> None:
-        self._waiting, self._method = waiting, method
-        self._parts: list[StatePart] = []
-
-    def register(self, part: StatePart) -> None:
-        """Save and load `part` as well from now on."""
-        self._parts.append(part)
+    def __init__(self, waiting: Waiting, method: str, parts: list[StatePart]) -> None:
+        self._waiting, self._method, self.parts = waiting, method, parts
 
     def record(self, own: bool = True) -> ResidualState:
         """Return a copy of everything; `own`: also of the slots in the user's optimizer that are this rank's alone."""
         state = self._waiting.residuals()
         state.method = self._method
-        for part in self._parts:
+        for part in self.parts:
             if own or not part.in_optimizer:
                 part.put(state)
         return state
@@ -126,7 +118,7 @@ class StateRegister:
         Raises:
             CheckpointError: no session of this method, model and place can go on from it.
         """
-        for part in self._parts:
+        for part in self.parts:
             state = part.without(state)
         check_kept(state, self._method)
         self._waiting.check_fits(state)
@@ -139,11 +131,8 @@ class StateRegister:
             CheckpointError: see `check`.
         """
         self._waiting.load(self.check(state))
-        for part in self._parts:
+        for part in self.parts:
             part.resume(state)
-
-
-_log = logging.getLogger("dgc_horovod")
 
 
 def shares(rank: int, workers: int, before: int, averages: bool) -> dict[int, float]:
@@ -204,26 +193,13 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
     made = ResidualState(rank, workers, one.averages, node_size=topology.node_size, method=one.method, **one.shared)
     made.second = next((state.second for state in states.values() if state.second), {})
     weights = shares(topology.node, topology.nodes, one.workers, one.averages)
-    means = shares(topology.node, topology.nodes, one.workers, averages=True)  # Adam's moments are never summed
-    anew: set[str] = set()  # tensors whose moments are dropped
-    if not _of_whole_nodes(states, means):
-        anew = {name for state in states.values() for name, arrays in state.tensors.items() if SECOND in arrays}
-    if anew and rank == 0:
-        _log.warning(
-            "dgc_horovod: Adam's moments are dropped and start anew: each worker of a node had a part of them, and the "
-            "workers are placed differently now"
-        )
     for old, state in states.items():
         for name, count in state.directions.items():
-            if name not in anew:
-                made.directions[name] = max(count, made.directions.get(name, 0))
+            made.directions[name] = max(count, made.directions.get(name, 0))
         for name, arrays in state.as_one_of_all().tensors.items():
             for part, array in arrays.items():
-                if part in (FIRST, SECOND) and name in anew:  # a second moment of zeros would make huge steps
-                    continue
-                weight = (weights if is_linear(part) else means).get(old, 0.0)
                 ours = made.tensors.setdefault(name, {})
-                taken = array * np.float32(weight)
+                taken = array * np.float32(weights.get(old, 0.0))
                 if part in ours and ours[part].size != taken.size:
                     raise CheckpointError(
                         f"the residual of {name!r} has {taken.size} elements in the record of rank {old}, and "
@@ -231,12 +207,3 @@ def handed_on(states: Mapping[int, ResidualState], topology: Topology, cut_alike
                     )
                 ours[part] = ours[part] + taken if part in ours else taken
     return made
-
-
-def _of_whole_nodes(states: Mapping[int, ResidualState], shares_of: Mapping[int, float]) -> bool:
-    """Whether all workers of a node come together, in equal shares: only then are Adam's moments whole."""
-    size = next(iter(states.values())).node_size
-    for start in {old // size * size for old in shares_of}:
-        if len({shares_of.get(old, 0.0) if old in states else 0.0 for old in range(start, start + size)}) > 1:
-            return False
-    return True

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +19,6 @@ from dgc_horovod.errors import CheckpointError, shown
 from dgc_horovod.state import kinds
 from dgc_horovod.state.kinds import SWITCH, TEXT, Kind, checked, list_of, mapping_of, whole
 
-_log = logging.getLogger("dgc_horovod")
 FORMAT = 1
 # residual v, momentum u, moments of Adam with local steps, remainder of a shard owner (zero where others own)
 RESIDUAL, MOMENTUM, FIRST, SECOND, REMAINDER = PARTS = ("v", "u", "first", "second", "remainder")
@@ -78,10 +75,6 @@ class ResidualState:
     clips: list[list[Any]] = field(default_factory=list)
     method: str = ""
 
-    def __post_init__(self) -> None:
-        if self.epoch is not None:
-            self.epoch = math.floor(self.epoch)  # a script's may be a float, or NumPy's
-
     @property
     def shared(self) -> dict[str, Any]:
         """Fields that are equal on every rank, and that newcomers take over."""
@@ -124,10 +117,7 @@ class ResidualState:
         arrays = {f"{i}.{part}": array for i, name in enumerate(names) for part, array in self.tensors[name].items()}
         arrays |= {f"{i}.{_GUESS}": self.thresholds[bucket] for i, bucket in enumerate(buckets)}
         arrays |= {f"{i}.{_FACTORED}": self.second[name] for i, name in enumerate(names) if name in self.second}
-        text = json.dumps({"format": FORMAT, **head, "names": names, "buckets": buckets})
-        out = io.BytesIO()
-        np.savez(out, **{_HEAD: np.frombuffer(text.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-        return out.getvalue()
+        return to_npz({"format": FORMAT, **head, "names": names, "buckets": buckets}, arrays)
 
     def carried_on(self, rank: int, workers: int) -> ResidualState:
         """Return the record for this rank as `rank` of `workers`, with the same part of the combined residual."""
@@ -138,7 +128,8 @@ class ResidualState:
             return changed
         scale = np.float32(workers / self.workers if self.averages else 1.0)
         scaled = {
-            name: {part: x * scale if is_linear(part) else x for part, x in arrays.items()}
+            # not the moments of an optimizer with local steps, which are this rank's own
+            name: {part: x * scale if part in (RESIDUAL, MOMENTUM) else x for part, x in arrays.items()}
             for name, arrays in changed.tensors.items()
         }
         return dataclasses.replace(changed, tensors=scaled, thresholds={})
@@ -155,12 +146,7 @@ class ResidualState:
             CheckpointError: the bytes are not those of a record.
         """
         what = f"{name} is damaged"
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as found:
-                arrays = {key: found[key] for key in found.files}
-            head = json.loads(arrays.pop(_HEAD).tobytes())
-        except Exception as error:  # of zipfile, zlib, NumPy or JSON, any kind
-            raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
+        head, arrays = from_npz(what, data)
         fields = checked(what, head, _OF_HEAD, _EARLIER)
         if fields.pop("format") != FORMAT:
             raise CheckpointError(f"{name} has format {head['format']}; this version reads {FORMAT}")
@@ -225,8 +211,8 @@ class ResidualState:
     def as_one_of_all(self) -> ResidualState:
         """Return the record without nodes: whole tensors, zero where other workers of the node have their slices.
 
-        The mean (the sum) over all ranks is then the mean (the sum) over nodes that it was. The remainder of a shard
-        owner becomes residual: other ranks own other elements.
+        The mean over all ranks is then the mean over nodes that it was: nodes never add gradients up. The remainder of
+        a shard owner becomes residual: other ranks own other elements.
         """
         every = {name: released(arrays) for name, arrays in self.tensors.items()}
         if self.node_size == 1:
@@ -238,15 +224,35 @@ class ResidualState:
                 continue
             start, numel = self.runs[name]
             for part, array in arrays.items():
-                is_mean = self.averages or not is_linear(part)
                 whole = tensors.setdefault(name, {})[part] = np.zeros(numel, np.float32)
-                whole[start : start + array.size] = array * np.float32(self.node_size if is_mean else 1)
+                whole[start : start + array.size] = array * np.float32(self.node_size)
         return dataclasses.replace(self, node_size=1, tensors=tensors, runs={}, thresholds={})
 
 
-def is_linear(part: str) -> bool:
-    """Whether the sum of the ranks' arrays of a part is applied; not so for Adam's own moments."""
-    return part in (RESIDUAL, MOMENTUM)
+def to_npz(head: Mapping[str, Any], arrays: Arrays) -> bytes:
+    """Return the bytes of an ``.npz`` file of `arrays`, with `head` in JSON."""
+    out = io.BytesIO()
+    text = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    np.savez(out, **{_HEAD: text}, **arrays)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def from_npz(what: str, data: bytes) -> tuple[Any, Arrays]:
+    """Return head and arrays of `to_npz`; neither is checked, and nothing in them is executed.
+
+    Args:
+        what: begin of the message.
+        data: content of the file.
+
+    Raises:
+        CheckpointError: the bytes are not those of such a file.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            arrays = {key: found[key] for key in found.files}
+        return json.loads(arrays.pop(_HEAD).tobytes()), arrays
+    except Exception as error:  # of zipfile, zlib, NumPy or JSON, any kind
+        raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
 
 
 def released(arrays: Arrays) -> Arrays:
@@ -255,14 +261,6 @@ def released(arrays: Arrays) -> Arrays:
         return arrays
     kept = {part: array for part, array in arrays.items() if part != REMAINDER}
     return {**kept, RESIDUAL: arrays[RESIDUAL] + arrays[REMAINDER]}
-
-
-def _is_epoch(x: Any) -> bool:
-    """Whether it is an epoch: a number, also of NumPy, or None."""
-    try:
-        return x is None or (not isinstance(x, (bool, np.bool_)) and abs(math.floor(x)) < 2**63)
-    except (TypeError, ValueError, OverflowError):
-        return False
 
 
 _ARRAY = Kind("an array", lambda x: isinstance(x, np.ndarray))
@@ -277,8 +275,7 @@ _OF_RECORD = {
 }  # fmt: skip
 _OF_HEAD = {**_OF_RECORD, "format": whole(0), **dict.fromkeys(("names", "buckets"), list_of(TEXT, distinct=True))}
 _OF_DICT = {
-    **_OF_RECORD, "epoch": Kind("a whole number, or None", _is_epoch), "clips": CLIPS,
-    "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
+    **_OF_RECORD, "clips": CLIPS, "tensors": mapping_of(mapping_of(_ARRAY)), "thresholds": mapping_of(_ARRAY),
     "second": mapping_of(_ARRAY),
 }  # fmt: skip
 _EARLIER = ("node_size", "runs", "mode", "clips", "method", "second")  # unknown to earlier versions

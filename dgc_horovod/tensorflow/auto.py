@@ -76,7 +76,7 @@ class AutomaticExchange(GradientExchange, StatePart):
         self._asks = False  # whether the ranks compare in the dense step, where the link is timed
         steps.counts.mode = DENSE
         weak: Any = weakref.proxy(self)  # or it would be a cycle
-        self.kept.register(weak)
+        self.kept.parts.append(weak)
         self._stock_path = DensePath(self.collectives, self.settings, hvd.Compression.none, self.sources)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
+from dgc_horovod.config import whole_epoch
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.session import Session, flush
@@ -57,8 +58,12 @@ class Methods(UsersClass):
         self._dgc.local |= keys_of(var, "var")
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the warm-up, from 0; our callbacks do it in ``model.fit``."""
-        self._dgc.distribution.set_epoch(epoch)
+        """Set the epoch of the warm-up, from 0; our callbacks do it in ``model.fit``.
+
+        Raises:
+            ConfigError: `epoch` is not a whole number.
+        """
+        self._dgc.distribution.set_epoch(whole_epoch(epoch))
 
     def clear_residuals(self) -> None:
         """Empty u and v on this rank, for a script that has replaced the weights.

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import logging
-import zipfile
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +18,14 @@ from dgc_horovod.errors import CheckpointError, UnsupportedUse
 from dgc_horovod.files import AnyPath
 from dgc_horovod.state import checkpoint
 from dgc_horovod.state.kinds import NAMED, TEXT, checked, list_of, optional, tuple_of, whole
-from dgc_horovod.state.parts import CHANGES, is_flushed
-from dgc_horovod.state.residual_state import FROZEN_SINCE, UNDECIDED, ResidualState
+from dgc_horovod.state.parts import is_flushed
+from dgc_horovod.state.residual_state import FROZEN_SINCE, UNDECIDED, ResidualState, from_npz, to_npz
 from dgc_horovod.tensorflow.gradients.transport import Collectives
 from dgc_horovod.tensorflow.session import Session, passes_of, session_of
 from dgc_horovod.tensorflow.variables import is_frozen, key_of, native, own_variables, shared_variables
 
 _log = logging.getLogger("dgc_horovod")
-_HEAD, _OUTER, _TRAINED, _EXCHANGED = "head", "outer", "trained", "exchanged"
+_OUTER, _TRAINED, _EXCHANGED = "outer", "trained", "exchanged"
 _HEAD_KINDS = {
     "variables": list_of(tuple_of(list_of(whole(0)), TEXT)), _OUTER: whole(0), _TRAINED: list_of(whole(-1)),
     _EXCHANGED: optional(list_of(whole(-1))), "extra": NAMED,
@@ -137,14 +133,11 @@ def _parts(model: Model, optimizer: Optimizer | None) -> tuple[Session, Collecti
 def _dumped(variables: list[Any], outer: list[Any], trained: dict[str, Any], extra: dict[str, Any]) -> bytes:
     variables = [*variables, *outer]
     fields = {"variables": [_described(variable) for variable in variables], _OUTER: len(outer), **trained}
-    try:
-        head = json.dumps({**fields, "extra": extra})
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"extra values must be numbers, texts, lists or dicts ({error})") from None
     arrays = {str(i): np.frombuffer(variable.numpy().tobytes(), np.uint8) for i, variable in enumerate(variables)}
-    out = io.BytesIO()
-    np.savez(out, **{_HEAD: np.frombuffer(head.encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    return out.getvalue()
+    try:
+        return to_npz({**fields, "extra": extra}, arrays)
+    except (TypeError, ValueError) as error:  # of JSON
+        raise CheckpointError(f"extra values must be numbers, texts, lists or dicts ({error})") from None
 
 
 def _described(variable: tf.Variable) -> list[Any]:
@@ -163,15 +156,7 @@ class _Saved:
     def read(cls, name: str, data: bytes) -> _Saved:
         """Read the bytes of `_dumped`; raise CheckpointError for others. `name`: of the file, for messages."""
         what = f"the model's file, {name}, is damaged"
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as found:
-                arrays = {key: found[key] for key in found.files}
-            head = json.loads(arrays[_HEAD].tobytes())
-        except (
-            ValueError, KeyError, TypeError, OSError, EOFError, RuntimeError, MemoryError, SyntaxError,
-            NotImplementedError, OverflowError, zipfile.BadZipFile, zlib.error,
-        ) as error:  # fmt: skip
-            raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
+        head, arrays = from_npz(what, data)
         head = checked(what, head, _HEAD_KINDS)
         numbers = [str(i) for i in range(len(head["variables"]))]
         if missing := [number for number in numbers if number not in arrays]:
@@ -180,14 +165,9 @@ class _Saved:
             raise CheckpointError(f"{what}: {_OUTER} is {head[_OUTER]}, and there are {len(numbers)} variables")
         return cls(name, head, [arrays[number] for number in numbers])
 
-    @property
-    def _others(self) -> int:
-        """Number of variables without outer momenta."""
-        return len(self.values) - int(self.head[_OUTER])
-
     def check(self, variables: list[tf.Variable], outer: list[tf.Variable]) -> None:
         """Raise CheckpointError unless the variables can be set; outer momenta may be missing now, or in the file."""
-        others, given = self._others, self.head["variables"]
+        others, given = len(self.values) - int(self.head[_OUTER]), self.head["variables"]
         ours, momenta = ([_described(variable) for variable in each] for each in (variables, outer))
         if ours != given[:others] or (momenta and given[others:] and momenta != given[others:]):
             raise CheckpointError(
@@ -259,7 +239,7 @@ def _of_these(state: ResidualState, then: dict[str, Any], now: dict[str, list[in
             one = exchanged
     if one == other:
         return state
-    if is_flushed(state, state.method == CHANGES):
+    if is_flushed(state):
         return dataclasses.replace(state, tensors={}, runs={}, second={}, thresholds={})
     raise CheckpointError(
         f"the residuals are of other variables: those of model.weights at {_few(one)} were trained, now those at "

@@ -6,7 +6,6 @@ the arithmetic is split, the user's optimizer steps the dense tensors only, and 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -22,7 +21,7 @@ from dgc_horovod.errors import NotFinite
 from dgc_horovod.kernels.contract import Accumulation
 from dgc_horovod.notices import LOOKS, made_not_finite
 from dgc_horovod.state.parts import StatePart
-from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, Arrays, ResidualState
+from dgc_horovod.state.residual_state import MOMENTUM, RESIDUAL, ResidualState
 from dgc_horovod.torch.gradients.collectives import Parameter, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import SLOTS, STEP, Group, Made, State, fill_state, flat, put_slots
@@ -331,18 +330,16 @@ class OwnState(StatePart):
             if STEP in held and name in state.tensors:
                 state.directions[name] = int(held[STEP])
 
-    def _split(self, state: ResidualState) -> tuple[ResidualState, dict[str, Arrays]]:
-        return without_own(state, self._own, {name: p.numel() for p, name in self._names.items()})
-
     def without(self, state: ResidualState) -> ResidualState:
         """See `StatePart`."""
-        return dataclasses.replace(self._split(state)[0], directions={})
+        return without_own(state, self._own, {name: p.numel() for p, name in self._names.items()})
 
     @torch.no_grad()
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""
-        slots = self._split(state)[1]
         for group in self._optimizer.param_groups:
             for p in group["params"]:
-                if (name := self._names.get(p, "")) in slots:
-                    put_slots(p, group, self._optimizer.state[p], slots[name], state.directions.get(name))
+                name = self._names.get(p, "")
+                slots = {part: x for part, x in state.tensors.get(name, {}).items() if part in self._own}
+                if slots:
+                    put_slots(p, group, self._optimizer.state[p], slots, state.directions.get(name))

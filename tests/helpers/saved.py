@@ -63,10 +63,10 @@ def assert_equal(one: ResidualState, other: ResidualState) -> None:
         np.testing.assert_array_equal(array, flat[1][key])
 
 
-def of_node(rank: int, workers: int, node_size: int, averages: bool) -> ResidualState:
+def of_node(rank: int, workers: int, node_size: int) -> ResidualState:
     """What one worker of a node keeps: a run of 12 elements, the same number for each."""
     kept, rng = 12 // node_size, np.random.default_rng([rank, workers])
     arrays = {part: rng.standard_normal(kept).astype(np.float32) for part in ("v", "u")}
     start = rank % node_size * kept
     runs = {"a": [start, 12]} if node_size > 1 else {}
-    return ResidualState(rank, workers, averages, 7, 2, {"a": arrays}, node_size=node_size, runs=runs)
+    return ResidualState(rank, workers, True, 7, 2, {"a": arrays}, node_size=node_size, runs=runs)

@@ -91,9 +91,9 @@ def test_what_is_exchanged_by_the_settings():
 def test_a_rank_keeps_its_own_slots_apart():
     arrays = {RESIDUAL: np.zeros(3, np.float32), MOMENTUM: np.ones(3, np.float32)}
     state = ResidualState(0, 1, True, tensors={"w": arrays, "gone": {MOMENTUM: np.ones(2, np.float32)}})
-    rest, own = without_own(state, (MOMENTUM,), {"w": 3})
-    assert list(rest.tensors) == list(own) == ["w"] and list(rest.tensors["w"]) == [RESIDUAL]
-    assert own["w"][MOMENTUM] is arrays[MOMENTUM]
+    rest = without_own(state, (MOMENTUM,), {"w": 3})
+    assert list(rest.tensors) == ["w"] and list(rest.tensors["w"]) == [RESIDUAL]
+    assert state.tensors["w"] is arrays and list(arrays) == [RESIDUAL, MOMENTUM]
 
 
 def test_optimizers_that_lost_in_trials_say_so():

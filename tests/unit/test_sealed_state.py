@@ -132,7 +132,7 @@ def test_what_is_owed_goes_with_a_residual():
 
 def test_records_of_different_models_are_not_handed_on():
     """A residual of one element had been spread over all."""
-    one, other = of_node(0, 2, 1, True), of_node(1, 2, 1, True)
+    one, other = of_node(0, 2, 1), of_node(1, 2, 1)
     other.tensors["a"] = {part: x[:1] for part, x in other.tensors["a"].items()}
     with pytest.raises(CheckpointError, match="has 1 elements in the record of rank 1, and 12 in those before"):
         handed_on({0: one, 1: other}, Topology(0, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,10 +11,13 @@ from hypothesis import strategies as st
 
 from dgc_horovod.arithmetic import Adam, Options
 from dgc_horovod.config import DGCConfig
+from dgc_horovod.core.adam import SecondMoments
 from dgc_horovod.core.bucketing import TensorSpec
-from dgc_horovod.core.second_moment import FLOOR, GAIN, INTERVAL, Moment, SecondMoments, matrix_of
+from dgc_horovod.core.second_moment import FLOOR, GAIN, INTERVAL, Moment, matrix_of
 from dgc_horovod.errors import CheckpointError
+from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import ErrorFeedback, SharedMoment
+from dgc_horovod.stats import Traffic
 from tests.helpers.data import BACKENDS, DATA, as_array, as_numpy
 from tests.helpers.engines import make_exchange
 
@@ -44,18 +49,22 @@ def step_of(every, of_ranks, kernels, step=0, scale=1.0, in_join=0, b2=B2):
     """One step of all ranks' `SecondMoments`, as an exchange makes it."""
     messages = []
     for second, of_rank in zip(every, of_ranks, strict=True):
+        second.step, second.scale = step, scale
         for name, gradient in of_rank.items():
-            second.begin(name, b2, EPS)
-            second.feed(name, kernels, 0)
-            if second.is_due(name, step):
-                second.measure(name, as_array(kernels, gradient), step)
-        messages.append(second.message(step, scale))
+            second.measure(name, as_array(kernels, gradient), second.feed(name, b2, EPS, 1.0))
+        messages.append(second.message())
     for second in every:
-        second.learn(step, sum(messages), len(every) - in_join)
+        second.receive(sum(messages))
+        second.close(True, in_join)
 
 
-def made(ranks=1, averages=True, senders=None):
-    return [SecondMoments(SHAPES, 5, senders or ranks, averages) for _ in range(ranks)]
+def made(ranks=1, averages=True, kernels=BACKENDS[0], node_size=1, offset=0):
+    """Of every rank, whose engines have the tensors from index `offset` on."""
+    bucket = SimpleNamespace(segments=[SimpleNamespace(offset=offset)])
+    engine = SimpleNamespace(kernels=kernels, bucket=bucket)
+    place = dict.fromkeys(SHAPES, (engine, 0))
+    places = [Topology(rank, ranks, node_size) for rank in range(ranks)]
+    return [SecondMoments(SHAPES, 5, place, each, averages, Traffic()) for each in places]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,7 @@ def test_a_tensor_as_a_matrix(shape, matrix):
 
 def test_rows_and_columns_are_means_of_squares(kernels):
     """Of what every rank has, by the definition; all ranks know the same bits."""
-    every, of_ranks = made(3), gradients(3)
+    every, of_ranks = made(3, kernels=kernels), gradients(3)
     step_of(every, of_ranks, kernels, scale=0.5)
     assert len({second.packed().tobytes() for second in every}) == 1
     for name, shape in SHAPES.items():
@@ -100,14 +109,12 @@ def test_what_enters_is_adams_direction_without_momentum():
     rows, columns = np.exp(rng.standard_normal(40)), np.exp(rng.standard_normal(50))
     square = np.outer(rows, columns)
     (second,) = made()
-    second.begin("linear", B2, EPS)
     second["linear"].take(square.ravel(), 30, B2)
     g = rng.standard_normal((40, 50)).astype(np.float32)
     for kernels in BACKENDS:
-        (other,) = made()
+        (other,) = made(kernels=kernels)
         other.load(second.saved())
-        other.begin("linear", B2, EPS)
-        feed = other.feed("linear", kernels, 0)
+        feed = other.feed("linear", B2, EPS, 1.0)
         found = g * as_numpy(kernels, feed.rows)[:, None] * as_numpy(kernels, feed.columns)
         floor = np.maximum(rows / rows.mean(), FLOOR)[:, None] * np.maximum(columns / columns.mean(), FLOOR)
         np.testing.assert_allclose(found, GAIN * g / np.sqrt(square.mean() * floor), rtol=1e-5)
@@ -129,7 +136,6 @@ def test_what_stock_adam_knows_is_known_again(a, b, steps):
 def test_sums_are_of_so_many_directions():
     for averages, square, factor in ((True, 1.0, GAIN), (False, 16.0, GAIN / 4)):  # a quarter of the sum's
         second = made(4, averages)[0]
-        second.begin("linear", B2, EPS)
         second["linear"].take(np.full(2000, square), 30, B2)
         rows, columns = second["linear"].factors(EPS)
         assert rows[0] * columns[0] == pytest.approx(factor)
@@ -141,9 +147,9 @@ def test_all_are_measured_at_the_first_step_and_then_in_turn():
     assert not every[0].known
     for step in range(2 * INTERVAL):
         of_ranks = gradients(2, step)
-        due = every[0].due(step)
-        assert due == every[1].due(step)
-        sizes.append(len(due))
+        every[0].step = every[1].step = step
+        assert every[0].due == every[1].due
+        sizes.append(len(every[0].due))
         step_of(every, of_ranks, BACKENDS[0], step)
     assert sizes[0] == len(SHAPES) and sum(sizes[1 : 1 + INTERVAL]) == len(SHAPES) and max(sizes[1:]) == 2
     assert {second[name].steps for second in every for name in SHAPES} == {2 * INTERVAL}
@@ -165,21 +171,18 @@ def test_what_is_not_finite_or_of_nobody_is_not_learnt():
 
 def test_slices_of_a_node_add_up():
     """Two workers that keep halves of a tensor tell what one would that keeps all of it."""
-    (whole,), (first, other) = made(1), made(2, senders=1)
-    gradient = gradients(1)[0]["linear"]
-    kernels, at = BACKENDS[0], 777
-    for second, part, offset in ((whole, gradient, 0), (first, gradient[:at], 0), (other, gradient[at:], at)):
-        second.begin("linear", B2, EPS)
-        second.feed("linear", kernels, offset)
-        second.measure("linear", part, 0)
-    messages = [second.message(0, 2.0) for second in (whole, first, other)]
+    at, gradient = 777, gradients(1)[0]["linear"]
+    (whole,), first, other = made(1), made(2, node_size=2)[0], made(2, node_size=2, offset=at)[1]
+    for second, part in ((whole, gradient), (first, gradient[:at]), (other, gradient[at:])):
+        second.scale = 2.0
+        second.measure("linear", part, second.feed("linear", B2, EPS, 1.0))
+    messages = [second.message() for second in (whole, first, other)]
     np.testing.assert_allclose(messages[1] + messages[2], messages[0], rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_is_known_at_first_and_nothing_enters():
     (second,) = made()
-    second.begin("linear", B2, EPS)
-    feed = second.feed("linear", BACKENDS[0], 0)
+    feed = second.feed("linear", B2, EPS, 1.0)
     assert isinstance(feed, SharedMoment) and not isinstance(feed, ErrorFeedback)
     assert not feed.rows.any() and not feed.columns.any() and second.saved() == {}
 
@@ -228,7 +231,7 @@ def test_a_gradient_keeps_the_rate_that_it_came_with_while_the_rate_rises(kernel
             sent[positions] += values
         owed += rate * (as_numpy(kernels, engine.state.v) + sent - before)
         applied += rate * sent
-        exchange.adam.receive(exchange.adam.message())
+        exchange.second.receive(exchange.second.message())
         exchange.end(True)
     left = rate * as_numpy(kernels, engine.state.v).astype(np.float64)
     assert np.abs(owed).max() > 1 and np.allclose(applied + left, owed, atol=1e-4)
@@ -238,12 +241,16 @@ def test_moments_that_were_saved_without_a_rate_load():
     """Those of earlier versions: the residual does not fade at the next step, whatever its rate."""
     first, second = made(2)
     first["linear"].take(np.ones(2000), 30, B2)
-    assert first["linear"].fading(0.5) == 1 and first["linear"].fading(1.0) == 0.5 and first["linear"].fading(0.5) == 1
+
+    def fading(second, rate):
+        return second["linear"].begin(B2, EPS, rate)
+
+    assert fading(first, 0.5) == 1 and fading(first, 1.0) == 0.5 and fading(first, 0.5) == 1
     saved = first.saved()
     second.load({name: np.delete(values, 3) for name, values in saved.items()})
-    assert second["linear"].fading(2.0) == 1 and second["linear"].steps == 30
+    assert fading(second, 2.0) == 1 and second["linear"].steps == 30
     second.load(saved)
-    assert second["linear"].fading(2.0) == 0.25 and second["linear"].fading(0.0) == 1
-    assert second["linear"].fading(1.0) < 1e-300, "what comes at a rate of 0 has no effect in stock Adam either"
+    assert fading(second, 2.0) == 0.25 and fading(second, 0.0) == 1
+    assert fading(second, 1.0) < 1e-300, "what comes at a rate of 0 has no effect in stock Adam either"
     with pytest.raises(CheckpointError, match="of another model"):
         second.check_fits({"linear": np.zeros(7)})

@@ -12,10 +12,8 @@ from dgc_horovod.config import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
 from dgc_horovod.errors import CheckpointError
-from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint
-from dgc_horovod.state.parts import handed_on, needed
-from dgc_horovod.state.residual_state import RESIDUAL, ResidualState
+from dgc_horovod.state.residual_state import RESIDUAL
 from tests.helpers.engines import make_exchange
 
 NODES, SIZE = 2, 2
@@ -114,24 +112,3 @@ def test_a_record_of_other_buckets_is_refused_in_words(changed):
     for old, new in zip(made(), made(**changed), strict=True):
         with pytest.raises(CheckpointError, match="saved with other buckets"):
             new.load(old.residuals())
-
-
-@pytest.mark.parametrize(("workers", "size", "whole"), [(4, 1, False), (2, 1, True), (1, 1, True), (4, 4, True)])
-def test_moments_of_half_a_tensor_are_learnt_anew(workers, size, whole, caplog):
-    """Adam began with a second moment of zeros for the other half, thousands of steps old: huge steps."""
-    parts = {"v": 0.5, "first": 0.1, "second": 0.01}
-
-    def kept(rank: int) -> ResidualState:
-        arrays = {part: np.full(4, value, np.float32) for part, value in parts.items()}
-        runs = {"w": [rank % 2 * 4, 8]}
-        return ResidualState(rank, 4, True, 9, None, {"w": arrays}, {"w": 9}, node_size=2, runs=runs)
-
-    place = Topology(0, workers, size)
-    found = handed_on({rank: kept(rank) for rank in needed(place, 4, 2)}, place)
-    if whole:
-        assert found.directions == {"w": 9} and not caplog.text
-        for part, value in parts.items():
-            np.testing.assert_allclose(found.tensors["w"][part], value, rtol=1e-6)
-    else:
-        assert (list(found.tensors["w"]), found.directions) == (["v"], {})
-        assert "are dropped and start anew" in caplog.text

@@ -160,8 +160,7 @@ class GradientExchange(Exchange):
         self.compressed = {self.sources[i].key for i in self.bucketed if steps.names[i] in steps.buckets.compressed}
         self._replicas = Replicas(steps) if self.config.check_every and not self.update.is_tapes else None
         self._weights = WeightsWatch(steps)
-        self.kept = StateRegister(steps, self.update.arithmetic.holds)
-        self.kept.register(OwnSlots(steps))
+        self.kept = StateRegister(steps, self.update.arithmetic.holds, [OwnSlots(steps)])
 
     def follow(self, other: GradientExchange) -> None:
         """Continue the warm-up of `other`, if it had some of these variables, and their residuals, before."""
@@ -321,7 +320,7 @@ class OwnSlots(StatePart):
     def without(self, state: ResidualState) -> ResidualState:
         """See `StatePart`."""
         numel = {number: source.numel for number, source in self._sources.items()}
-        return without_own(state, self._update.arithmetic.own, numel)[0]
+        return without_own(state, self._update.arithmetic.own, numel)
 
     def resume(self, state: ResidualState) -> None:
         """See `StatePart`."""

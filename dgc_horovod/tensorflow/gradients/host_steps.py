@@ -280,7 +280,7 @@ class HostSteps(HostCalls, Holder):
 
     def second_message(self, _: np.ndarray) -> list[Any]:
         """Return this rank's part of Adam's second moment at this step, for a sum; of equal length on every rank."""
-        message = self.buckets.adam.message()
+        message = self.buckets.second.message()
         return [np.empty(0, np.float32) if message is None else message]
 
     def second_of(self, run: BucketRun) -> np.ndarray:
@@ -330,13 +330,13 @@ class HostSteps(HostCalls, Holder):
 
         Args:
             dense_bytes, dense_parts: bytes of this rank's gradients on the dense path, and their number.
-            second: sum over the ranks of `adam.message`.
+            second: sum over the ranks of `second.message`.
             flags: whether each part is finite, those of the dense path first.
         """
         finite = all(flags)
         self.received_dense(dense_bytes)
         if second.size:
-            self.buckets.adam.receive(second)
+            self.buckets.second.receive(second)
         self.buckets.end(all(flags[dense_parts:]), all(flags[:dense_parts]))
         if not finite:
             stop_if_skipped(self.buckets)

@@ -293,15 +293,15 @@ class GradientExchange(OptimizerExchange):
         Ranks of one process that take turns call it after their last gradient, before any of them waits for a result.
         """
         self.hand_on(waits=True)
-        message = self.adam.message() if self._sums is None else None
+        message = self.second.message() if self._sums is None else None
         if message is not None:
-            name = f"second moments {self.adam.step % INTERVAL}"  # one length for each name: Horovod caches them
+            name = f"second moments {self.second.step % INTERVAL}"  # one length for each name: Horovod caches them
             self._sums = self.collectives.allreduce(torch.from_numpy(message), name)
 
     def take_second(self) -> None:
         """Wait for the allreduce of measurements, if it is under way."""
         if self._sums is not None:
-            self.adam.receive(self.collectives.wait(self._sums).numpy())
+            self.second.receive(self.collectives.wait(self._sums).numpy())
             self._sums = None
 
     @property

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, NoReturn, SupportsInt
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from dgc_horovod.config import DGCConfig
-from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.config import DGCConfig, whole_epoch
+from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.planning.trial import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
@@ -103,7 +103,7 @@ class Overrides:
         Raises:
             ConfigError: `epoch` is not a whole number.
         """
-        self._dgc.exchange.epoch = _whole(epoch)
+        self._dgc.exchange.epoch = whole_epoch(epoch)
 
     def compression_stats(self) -> dict[str, Any]:
         """Return counters of this rank since wrapping; under Horovod Elastic, since the ranks changed.
@@ -178,18 +178,6 @@ class OutsideOverrides:
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
-def _whole(epoch: SupportsInt) -> int:
-    """Convert `epoch` to an int; whole floats and NumPy integers are allowed.
-
-    Raises:
-        ConfigError: `epoch` is not a whole number.
-    """
-    with suppress(TypeError, ValueError, OverflowError):
-        if int(epoch) == epoch:  # not true of texts
-            return int(epoch)
-    raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
-
-
 def _watch_epochs() -> None:
     """Report the epoch of every ``set_epoch`` call to sessions whose warm-up needs it, from now on."""
     stock = DistributedSampler.set_epoch
@@ -201,7 +189,7 @@ def _watch_epochs() -> None:
         stock(self, epoch)
         for session in all_alive():
             if session.config.warmup is not None and session.config.warmup.needs_epoch:
-                session.exchange.epoch = _whole(epoch)
+                session.exchange.epoch = whole_epoch(epoch)
 
     DistributedSampler.set_epoch = tell  # type: ignore[method-assign]
 

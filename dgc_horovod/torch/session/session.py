@@ -119,10 +119,9 @@ class Session(base.Session[torch.optim.Optimizer]):
         if self.strategy.takes_gradients:  # else changes of weights are exchanged
             self.exchange.ending.spoilt = partial(not_finite_of, self.exchange.names)
         self.replicas = Replicas(self.parameters, self.config, self.exchange.collectives)
-        self.kept = StateRegister(self.exchange, self.update.arithmetic.holds)
         own = OwnState(self.update.arithmetic.own, self.optimizer, self.exchange.names)
-        for part in (own, self.exchange.clipping, self.strategy):
-            self.kept.register(part)
+        parts = [own, self.exchange.clipping, self.strategy]
+        self.kept = StateRegister(self.exchange, self.update.arithmetic.holds, parts)
         self.strategy.built()
 
     @property
