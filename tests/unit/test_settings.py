@@ -16,7 +16,7 @@ from dgc_horovod.launch.site import sitecustomize
 
 
 def source_of(job, name):
-    return next(s.source for s in job.settings if s.row.name == name)
+    return next(given.source for row, given in job.settings.items() if row.name == name)
 
 
 def test_every_field_has_one_variable_and_a_default_that_reads_as_it_is():

@@ -11,8 +11,9 @@ from xml.etree.ElementTree import Element
 
 from dgc_horovod.notices import not_finite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.stats import size
 from dgc_horovod.tools.report import figures, plots
-from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain, size
+from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain
 
 _NO_PLOTS = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
 _NOT_COMPARED = "check_every is 0, or compressed steps too few: uncompressed ones compare no weights."
