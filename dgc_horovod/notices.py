@@ -205,16 +205,14 @@ def going_back(error: BaseException | None) -> None:
     _log.warning("dgc_horovod: going back to the last commit: %s", reason.split(". ")[0])
 
 
-def make_visible() -> None:
-    """Show INFO on stderr, unless the program has set up logging itself."""
+def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
+    """Log which tensors are compressed, at most one recommendation, and `notices` of the optimizer.
+
+    From now on INFO is shown on stderr, unless the program has set up logging itself.
+    """
     if not _log.handlers and not logging.getLogger().handlers:
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)
-
-
-def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
-    """Log which tensors are compressed, at most one recommendation, and `notices` of the optimizer."""
-    make_visible()
     config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
     whole = [name for name in numel if not exchange.is_compressed(name)]
@@ -281,17 +279,13 @@ def tell_given_up(why: str, stock: str) -> None:
 
 def tell_stock(why: str, stock: str) -> None:
     """Warn that a job of compression auto cannot be compressed, and why."""
-    make_visible()
     _log.warning("dgc_horovod: auto: %s stays, because compression is not possible: %s", stock, why)
 
 
 def tell_too_short(total_steps: int, density: float, stock: str) -> None:
     """Warn that a run is too short to gain by compression."""
-    make_visible()
-    text = (
-        f"{total_steps} steps are too few for compression, whose density would have to be {density:g}, or for a trial"
-    )
-    _log.warning("dgc_horovod: auto: %s: %s stays", text, stock)
+    why = f"{total_steps} steps are too few for a trial, or for the density, which would have to be {density:g}"
+    tell_stock(why, stock)
 
 
 def _who(exchange: OptimizerExchange) -> str:

@@ -56,7 +56,7 @@ class NodeAverage:
         if scale != 1:
             flat *= scale
         received = flat.nbytes // workers * (workers - 1)
-        self.inside.traffic.count_inside(2 * received if self.whole else received)
+        self.inside.traffic.add(inside=2 * received if self.whole else received)
         if self.whole:
             return self.inside.allreduce(flat, f"{name}.node", averages=True)
         return self.inside.alltoall(flat, f"{name}.slices")
