@@ -108,7 +108,8 @@ def _whole(text: str, unit: int = 1) -> int:
     return int(value)
 
 
-def _size(text: str) -> int:
+def read_size(text: str) -> int:
+    """A whole number with a decimal unit: ``2MB``, ``500k``, ``25.6M``. Raises ValueError for anything else."""
     amount = text.upper().removesuffix("B")
     unit = amount[-1:] if amount[-1:] in _UNITS else ""
     return _whole(amount.removesuffix(unit), _UNITS[unit])
@@ -129,7 +130,7 @@ def _text(text: str) -> str:
 FRACTION = in_range("in (0, 1]", lambda value: 0 < value <= 1, _inverse)
 POSITIVE = in_range("a positive finite number", lambda value: 0 < value <= sys.float_info.max)
 SIZE = replace(
-    whole(1), metavar="BYTES", text="a whole number of bytes below 2^63, such as 2MB or 500kB", read=_size,
+    whole(1), metavar="BYTES", text="a whole number of bytes below 2^63, such as 2MB or 500kB", read=read_size,
     must="a whole number of bytes >= 1",
 )  # fmt: skip
 SWITCH = Kind(

@@ -102,10 +102,7 @@ def _check_flags(args: Namespace) -> None:
     """Raise ConfigError for flags that have no value, or that what is asked for does not read."""
     if args.build_horovod:
         raise ConfigError("--build-horovod must be the first word after dgcrun")
-    asked = [flag for flag in COMMANDS if _given(args, flag)]
-    if len(asked) > 1:
-        raise ConfigError(f"{', '.join(asked)} do different things; give one of them")
-    doing = asked[0] if asked else A_JOB
+    doing = next((flag for flag in COMMANDS if _given(args, flag)), A_JOB)
     for told, readers in TOLD:
         for flag in told:
             if _given(args, flag) == "":
@@ -279,8 +276,9 @@ class _Parser(argparse.ArgumentParser):
             if variable is envvars.ALLOW_INACTIVE:
                 how = {"action": "store_const", "const": "on"}
             group.add_argument(*names, dest=variable.name, **how)
+        instead = ours.add_mutually_exclusive_group()
         for flag in COMMANDS:
-            ours.add_argument(flag, action=_Command, nargs=0, default=False)
+            instead.add_argument(flag, action=_Command, nargs=0, default=False)
         for flag, metavar in {REPORT: "PAGE", **PLAN}.items():
             ours.add_argument(flag, metavar=metavar)
         self._ours = len(self._actions)

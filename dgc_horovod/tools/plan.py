@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from itertools import groupby
 from typing import Any
 
@@ -39,7 +38,6 @@ _LEAST, _MOST = 1e-9, 1e9
 _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
 _MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _MEASURED_ELEMENTS, _WARM_UP_STEPS, _STEPS, _DECODES, _DIFFERENT_PACKETS = 16 * 2**20, 10, 7, 5, 4
 _FEW, _MANY = 2, 32  # workers whose packets are decoded
 
@@ -158,14 +156,16 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: it is no such number, not whole, below 1, or above a million million.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip().upper())
-    size = Decimal(found[1]) * _SIZES[found[2]] if found else Decimal(0)
-    if not 1 <= size <= _MOST_ELEMENTS or size != int(size):
+    try:
+        size = settings.read_size(re.sub("[bB]$", "G", text.strip()))
+    except ValueError:
+        size = 0
+    if not 1 <= size <= _MOST_ELEMENTS:
         raise ConfigError(
             f"--model-size must be a whole number of elements, from 1 to {_MOST_ELEMENTS // 10**9}B, such as 25.6M, "
             f"350K, 1.3B or 25557032, got {text!r}"
         )
-    return int(size)
+    return size
 
 
 def tensors(elements: int, config: DGCConfig) -> list[TensorSpec]:
@@ -301,7 +301,6 @@ def ranges(found: Table) -> list[tuple[int, int, str]]:
     return [(workers[0], workers[-1], name) for name, workers in each]
 
 
-_HEADS = {**{name: name for name in METHODS}, EXCHANGES[3]: "hier.+sharded"}
 _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("time of a step, ms", lambda each: 1e3 * each.step_seconds),
     ("efficiency, % of N times one worker", lambda each: 100 * each.efficiency),
@@ -331,21 +330,13 @@ def _text(found: Table, config: DGCConfig) -> str:
     names = [name for name in METHODS if any(name in costs for costs in found.values())]
     blocks = []
     for title, value in _BLOCKS if config.max_bytes_per_step is None else (*_BLOCKS, _DENSITY):
-        lines = [title, f"{'N':>8}" + "".join(f"{_HEADS[name]:>15}" for name in names)]
+        lines = [title, f"{'N':>8}" + "".join(f"{name.replace('hierarchical+', 'hier.+'):>15}" for name in names)]
         for workers, costs in found.items():
             chosen = best(costs).name
-            cells = [_cell(costs[name], value, name == chosen) for name in names]
+            cells = [f"{_shown(value(costs[name])):>14}{'*' if name == chosen else ' '}" for name in names]
             lines.append(f"{workers:>8,}" + "".join(cells))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _cell(cost: Cost, value: Callable[[Cost], float], chosen: bool) -> str:
-    if value is _DENSITY[1]:
-        shown = f"{value(cost):.3g}" if cost.name in EXCHANGES else ""
-    else:
-        shown = _shown(value(cost))
-    return f"{shown:>14}{'*' if chosen else ' '}"
 
 
 def _budget_of(config: DGCConfig) -> list[str]:

@@ -31,7 +31,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "M", "-3M", "2.5", "0", "0.0001K", "1e6", "12T", "nan", "1,000"])
+@pytest.mark.parametrize("text", ["", "M", "-3M", "2.5", "0", "0.0001K", "12T", "nan", "1,000"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--model-size must be .* got"):
         parse_size(text)
