@@ -115,12 +115,6 @@ def read_size(text: str) -> int:
     return _whole(amount.removesuffix(unit), _UNITS[unit])
 
 
-def _seconds(text: str) -> float:
-    if not 0 < (value := number(text)) <= _MOST_SECONDS:
-        raise ValueError
-    return value
-
-
 def _text(text: str) -> str:
     if not can_carry(text):
         raise ValueError
@@ -137,7 +131,9 @@ SWITCH = Kind(
     "on|off", "on or off (1/0, true/false, yes/no)", lambda text: _SWITCH[text.lower()],
     "True or False", lambda value: isinstance(value, bool), bool,
 )  # fmt: skip
-SECONDS = Kind("S", "a positive number of seconds, at most 1e9", _seconds)
+SECONDS = replace(
+    in_range("a positive number of seconds, at most 1e9", lambda value: 0 < value <= _MOST_SECONDS), metavar="S"
+)
 TEXT, PATH = Kind("TEXT", f"a text {CARRIED}", _text), Kind("PATH", f"a path {CARRIED}", _text)
 
 
@@ -146,7 +142,7 @@ def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
     if not kind.allows(value):
         must = f"one of {', '.join(kind.choices)}" if kind.choices else kind.must
         near = nearest(value, kind.choices) if isinstance(value, str) else ""
-        hint = f"; did you mean {near!r}?" if near else kind.hint(name, value)
+        hint = f"; did you mean {near!r}?" if near else kind.hint(name.rpartition(": ")[2], value)
         raise ConfigError(f"{name} must be {must}{or_none}, got {shown(value)}{hint}")
     return kind.plain(value)
 
@@ -222,17 +218,16 @@ class Setting:
         """Convert `text` to a value; None for "none" if there is no default.
 
         Raises:
-            ConfigError: the text is not of the kind, or none of the choices; the message names `source`.
+            ConfigError: the text is not of the kind, or the value not allowed; the message names `source`.
         """
         if self.default is None and text.lower() == "none" and not self.kind.choices:
             return None
         name = f"{source or self.name}: {self.key}"
-        if self.kind.choices:
-            return check(name, text, self.kind)
         try:
-            return self.kind.read(text)
+            value = self.kind.read(text)
         except (KeyError, ValueError):
             raise ConfigError(f"{name} must be {self.kind.text}, got {text!r}") from None
+        return check(name, value, self.kind)
 
 
 def as_text(value: object) -> str:

@@ -141,8 +141,7 @@ def job_of(args: Namespace, given: dict[str, str]) -> Job:
     environment = envvars.from_environment()
     for name, near in envvars.unknown().items():
         print(f"dgcrun: {name} is set and means nothing{near and f'; did you mean {near}?'}", file=sys.stderr)
-    files = [(args.config_file, args.compression_section)] if args.config_file else []
-    return settings.resolve(given, environment, [*files, *config_file.for_everyone(environment)])
+    return settings.resolve(given, environment, [*args.files, *config_file.for_everyone(environment)])
 
 
 def _exports(job: Job) -> str:
@@ -192,7 +191,7 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, dict[str, str]]:
         ConfigError: a value of Horovod's, or its config file, is wrong.
 
     Returns:
-        Horovod's namespace, with its values from the config file and, as ``compression_section``, ours; and name of a
+        Horovod's namespace, with its values from the config file and, as ``files``, the path and ours; and name of a
         variable -> text for our flags.
     """
     from horovod.runner import launch
@@ -224,19 +223,18 @@ def parse_for_torch(arguments: Sequence[str]) -> tuple[Namespace, dict[str, str]
 
 
 def _with_ours(args: Namespace) -> tuple[Namespace, dict[str, str]]:
-    args.config_file = args.own_config_file
     given = {row.name: getattr(args, row.name) for row in envvars.SETTABLE}
     return args, {name: text for name, text in given.items() if text is not None}
 
 
-def _take_config_file(args: Namespace, for_horovod: bool) -> None:
+def _take_config_file(args: Namespace, path: str, for_horovod: bool) -> None:
     """Take Horovod's values from the config file, checked: Horovod takes every section for what it should be."""
-    content = config_file.read(args.config_file)
+    content = config_file.read(path)
     off = envvars.is_off(envvars.from_environment())
     ours = {config_file.SECTION} if off else set()  # then nobody looks at what stands there
-    args.compression_section = config_file.section_of(
-        args.config_file, {key: value for key, value in content.items() if key not in ours}
-    )
+    args.files = [
+        (path, config_file.section_of(path, {key: value for key, value in content.items() if key not in ours}))
+    ]
     if not for_horovod:
         return
     from horovod.runner.common.util import config_parser
@@ -265,7 +263,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, words: Sequence[str], **more: Any) -> None:
         super().__init__(**{**more, "prog": "dgcrun", "usage": _USAGE})
         self._words = words
-        self.set_defaults(compression_section={})
+        self.set_defaults(files=[])
         ours = self.add_argument_group("compression")
         one_of = ours.add_mutually_exclusive_group()
         one_of.add_argument("--dgc", dest=envvars.COMPRESSION.name, action="store_const", const="dgc")
@@ -286,9 +284,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self) -> Namespace:  # type: ignore[override]
         """As argparse's, of the words, with the values of the config file, which Horovod is not to read by itself."""
         found = super().parse_args(self._words)
-        if found.config_file:
-            _take_config_file(found, for_horovod="-np" in self._option_string_actions)
-        found.own_config_file, found.config_file = found.config_file, None
+        path, found.config_file = found.config_file, None
+        if path:
+            _take_config_file(found, path, for_horovod="-np" in self._option_string_actions)
         return found
 
     def add_argument(self, *flags: Any, **more: Any) -> Any:

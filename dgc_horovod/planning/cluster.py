@@ -126,7 +126,6 @@ class Machine:
         return {"float32": self.add_fp32, "float16": self.add_fp16}.get(collective.dtype, 0.0)
 
 
-NEGOTIATION = Round("negotiation", ALLREDUCE, "uint8", 64)  # bits of ready tensors, in every cycle of Horovod's loop
 SIZES = Round("sizes", ALLTOALL, "uint8", 4)  # sent by Horovod before the parts of an alltoall, for each worker
 # A collective is called while Horovod negotiates, on average in the middle, and is begun after the next negotiation
 CYCLES_WAITED = 1.5

@@ -34,6 +34,11 @@ _SAME_EVERYWHERE = (
     ("TensorFlow", ("tensorflow", "tensorflow-cpu"), BAD),
     ("Python", ("python_version",), NOTE),
 )
+# Horovod's variables, each with the value that hinders, and how.
+_HINDERING = (
+    ("HOROVOD_AUTOTUNE", "1", "toggles Horovod's response cache, on which small messages depend"),
+    ("HOROVOD_CACHE_CAPACITY", "0", "turns Horovod's response cache off: every step negotiates every message"),
+)
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
 _LINK = """
@@ -100,14 +105,11 @@ class Facts:
 
 def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
     """Judge environment variables, Horovod's and ours, that change how a compressed job runs."""
-    hinder = []
-    if environment.get("HOROVOD_AUTOTUNE") == "1":
-        hinder.append("HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend")
-    if environment.get("HOROVOD_CACHE_CAPACITY") == "0":
-        hinder.append(
-            "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
-        )
-    findings = [Finding(NOTE, text, "unset it") for text in hinder]
+    findings = [
+        Finding(NOTE, f"{name}={value} {effect}", "unset it")
+        for name, value, effect in _HINDERING
+        if environment.get(name) == value
+    ]
     if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
         text = f"{envvars.ENABLED.name}={enabled}: no job is activated, whatever else is set"
         findings.append(Finding(NOTE, text, "unset it to compress"))

@@ -193,11 +193,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def count(number: float) -> str:
-    """A whole number."""
-    return f"{number:,.0f}"
-
-
 def times_less(more: float, less: float) -> str:
     """Return a text on the ratio of `more` to `less`."""
     return f"{more / less:.3g}× less" if less else "-"
