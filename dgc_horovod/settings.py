@@ -147,6 +147,15 @@ def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
     return kind.plain(value)
 
 
+def read(name: str, text: str, kind: Kind) -> Any:
+    """Convert `text` to a value of that kind. Raises ConfigError if it is none."""
+    try:
+        value = kind.read(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} must be {kind.text}, got {shown(text)}") from None
+    return check(name, value, kind)
+
+
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ConfigError, which names the nearest allowed value, unless `value` is one of `allowed`."""
     check(name, value, choice(allowed))
@@ -222,12 +231,7 @@ class Setting:
         """
         if self.default is None and text.lower() == "none" and not self.kind.choices:
             return None
-        name = f"{source or self.name}: {self.key}"
-        try:
-            value = self.kind.read(text)
-        except (KeyError, ValueError):
-            raise ConfigError(f"{name} must be {self.kind.text}, got {text!r}") from None
-        return check(name, value, self.kind)
+        return read(f"{source or self.name}: {self.key}", text, self.kind)
 
 
 def as_text(value: object) -> str:

@@ -5,7 +5,6 @@ It is made from the flags, the size of a model, and the seconds that this machin
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from argparse import Namespace
@@ -22,7 +21,7 @@ from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import FLAT, HIERARCHICAL, DGCConfig
 from dgc_horovod.core.bucketing import LEAST_DENSITY, TensorSpec
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.errors import ConfigError, shown
+from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
@@ -34,7 +33,9 @@ from dgc_horovod.stats import size
 from dgc_horovod.wire.bucket import Bucket, Segment
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
-_LEAST, _MOST = 1e-9, 1e9
+# Results of such numbers are finite
+_POSITIVE = settings.in_range("a number from 1e-9 to 1e9", lambda value: 1e-9 <= value <= 1e9)
+_LATENCY = settings.in_range("a number from 0 to 1e9", lambda value: 0 <= value <= 1e9)
 _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
 _MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
@@ -56,7 +57,7 @@ def run(args: Namespace, job: Job) -> int:
         raise ConfigError(f"--plan needs --step-ms, --link-gbps and --model-size, e.g. {_EXAMPLE}")
     config = _priced(job)
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
-    computing, cluster = _number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
+    computing, cluster = settings.read("--step-ms", args.step_ms, _POSITIVE) / 1e3, _cluster(args, config)
     elements = parse_size(args.model_size)
     machine = Machine(computing).over_gloo() if args.use_gloo else Machine(computing)
     machine = measured(machine, elements, config)
@@ -92,24 +93,10 @@ def _priced(job: Job) -> DGCConfig:
     return fitted(config)
 
 
-def _number(flag: str, text: str, least: float = _LEAST) -> float:
-    """Return the number of a flag; `least` <= number <= 1e9, so that results are finite.
-
-    Raises:
-        ConfigError: it is no such number.
-    """
-    try:
-        value = settings.number(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= _MOST:
-        raise ConfigError(f"{flag} must be a number from {least:g} to {_MOST:g}, got {text!r}")
-    return value
-
-
 def _cluster(args: Namespace, config: DGCConfig) -> Cluster:
-    latency = _number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
-    card = Link(_number("--link-gbps", args.link_gbps) * 1e9, latency)
+    card = Link(settings.read("--link-gbps", args.link_gbps, _POSITIVE) * 1e9)
+    if args.latency_ms:
+        card = replace(card, latency=settings.read("--latency-ms", args.latency_ms, _LATENCY) / 1e3)
     node_size = _node_size(args, config)
     return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
 
@@ -127,14 +114,13 @@ def _node_size(args: Namespace, config: DGCConfig) -> int:
     given, nodes = args.workers_per_node, config.node_size if config.may_use_nodes else None
     if not given:
         return nodes or 1
-    if not re.fullmatch(r"0*[1-9]\d{0,8}", given, re.ASCII):
-        raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {shown(given)}")
-    if nodes not in (None, int(given)):
+    workers: int = settings.read("--workers-per-node", given, settings.whole(1))
+    if nodes not in (None, workers):
         raise ConfigError(
-            f"node_size is {nodes}, and a host has {given} workers; a node is priced as all workers of a host, so "
+            f"node_size is {nodes}, and a host has {workers} workers; a node is priced as all workers of a host, so "
             "leave one of the two out"
         )
-    return int(given)
+    return workers
 
 
 def _notes(machine: Machine, elements: int) -> list[str]:
@@ -156,15 +142,10 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: it is no such number, not whole, below 1, or above a million million.
     """
-    try:
-        size = settings.read_size(re.sub("[bB]$", "G", text.strip()))
-    except ValueError:
-        size = 0
-    if not 1 <= size <= _MOST_ELEMENTS:
-        raise ConfigError(
-            f"--model-size must be a whole number of elements, from 1 to {_MOST_ELEMENTS // 10**9}B, such as 25.6M, "
-            f"350K, 1.3B or 25557032, got {text!r}"
-        )
+    must = f"a whole number of elements, from 1 to {_MOST_ELEMENTS // 10**9}B, such as 25.6M, 350K, 1.3B or 25557032"
+    billions = re.sub("[bB]$", "G", text.strip())
+    kind = settings.Kind("", must, settings.read_size, must, lambda size: 1 <= size <= _MOST_ELEMENTS, int)
+    size: int = settings.read("--model-size", billions, kind)
     return size
 
 
