@@ -56,25 +56,25 @@ def why_nothing(config: DGCConfig, no_step: str = NO_STEP) -> str:
         config: compression settings of the job.
         no_step: reason if no step was made.
     """
-    stats = total(list(PROCESS.exchanges))
+    left, stats = pending(), total(list(PROCESS.exchanges))
+    if not stats["steps"] and left:
+        return f"its optimizer has made {left} local steps, fewer than local_steps, after which ranks exchange"
     if not stats["steps"]:
-        if left := pending():
-            return f"its optimizer has made {left} local steps, fewer than local_steps, after which ranks exchange"
         return no_step
     if not stats["elements"] and not config.automatic:
         return f"every tensor is 1-D or has fewer than min_numel={config.min_numel} elements"
     return ""
 
 
-def line(method: str, stats: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]] = (), fp16: bool = False) -> str:
-    """Return a text on the bytes that the exchanges of a job have sent, and on their savings.
+def line(method: str, ranks: Sequence[Mapping[str, Any]] = (), fp16: bool = False) -> str:
+    """Return a text on the bytes that all exchanges of this process have sent, and on their savings.
 
     Args:
         method: name of the compression method.
-        stats: counters of all exchanges together, see `stats.total`.
         ranks: see `warnings`.
         fp16: whether the script itself asked for half precision.
     """
+    stats = total(list(PROCESS.exchanges))
     sent, received, dense = stats["bytes_sent"], stats["bytes_received"], stats["bytes_dense"]
     if not sent:
         return f"{method}: the uncompressed exchange is not counted"
@@ -129,7 +129,7 @@ def _at_exit(process: int, config: DGCConfig) -> None:
     if os.getpid() != process or not PROCESS.exchanges:  # forked, or nothing was taken over
         return
     method, inactive = method_of(config), why_nothing(config)
-    text = not_active(method, inactive) if inactive else line(method, total(list(PROCESS.exchanges)))
+    text = not_active(method, inactive) if inactive else line(method)
     say(text, inactive)
 
 

@@ -163,8 +163,6 @@ RULES: dict[str, Rule] = {
 DENSE_VALUES = ("auto", "fp32", "fp16", "bf16", "8bit")
 AUTO, FLAT, HIERARCHICAL, SHARDED = "auto", "flat", "hierarchical", "sharded"
 EXCHANGES = (AUTO, FLAT, SHARDED, HIERARCHICAL, f"{HIERARCHICAL}+{SHARDED}")
-ON_MISMATCH = ("stop", "broadcast")
-ON_NONFINITE = ("skip", "stop")
 _MOMENTUM = settings.in_range("in [0, 1)", lambda value: 0 <= value < 1)
 _A_WARMUP = settings.Kind(
     "", "", str, "a WarmupSchedule, e.g. WarmupSchedule(steps=2000),",
@@ -265,8 +263,8 @@ class DGCConfig:
     seed: int = setting(0, "seed of rule sampled, >= 0", whole(0), WIRE)
     # running
     check_every: int = setting(100, "steps between comparisons of the ranks' weights, 0: never", whole(0), RUNNING)
-    on_mismatch: str = setting("stop", "if the ranks' weights differ", choice(ON_MISMATCH), RUNNING)
-    on_nonfinite: str = setting("skip", "if a gradient is NaN or infinite", choice(ON_NONFINITE), RUNNING)
+    on_mismatch: str = setting("stop", "if the ranks' weights differ", choice(("stop", "broadcast")), RUNNING)
+    on_nonfinite: str = setting("skip", "if a gradient is NaN or infinite", choice(("skip", "stop")), RUNNING)
     max_skipped: int = setting(100, "steps skipped in a row before every rank stops, 0: never", whole(0), RUNNING)
 
     def __post_init__(self) -> None:

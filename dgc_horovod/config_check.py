@@ -6,13 +6,14 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from dgc_horovod.errors import CheckpointError, DGCError, RankMismatch
 from dgc_horovod.stats import PROCESS
 
 _DIGEST_BYTES = 8
+_NOTHING = "nothing"  # the text of no error
 _PART = 2**28  # bytes in one message, far below the limit of a collective
 
 
@@ -72,10 +73,8 @@ def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
     """Run the checks of a rank that compresses; an error on one rank stops every rank.
 
     Args:
-        compare: function that compares the ranks' errors, "nothing" or the text of one, and raises RankMismatch.
-
-    Raises:
-        RankMismatch: on every rank, if not all have the same error; also if some do not compress.
+        compare: function that compares the ranks' errors, "nothing" or the text of one; it raises RankMismatch on every
+            rank if not all have the same error, also if some do not compress.
     """
     problem: Exception | None = None
     try:
@@ -83,15 +82,14 @@ def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
     except Exception as error:
         problem = error
     try:
-        compare("nothing" if problem is None else _words_of(problem))
+        compare(_NOTHING if problem is None else _words_of(problem))
     except Exception as mismatch:
-        raise mismatch from problem
+        raise mismatch from problem  # the reason why others are missing, if it is that they are
     if problem is not None:
         raise problem
 
 
-@contextmanager
-def together(collectives: Gatherer, what: str) -> Iterator[None]:
+def together(collectives: Gatherer, what: str) -> AbstractContextManager[None]:
     """Run work that each rank does by itself; if it fails on one rank, every rank raises the same error.
 
     Args:
@@ -101,18 +99,14 @@ def together(collectives: Gatherer, what: str) -> Iterator[None]:
     Raises:
         CheckpointError: on every rank, if an exception was raised inside on any.
     """
-    own, cause = "", None
-    try:
-        yield
-    except Exception as error:
-        own, cause = _words_of(error), error
-    try:
+
+    def compare(own: str) -> None:
         texts = [json.loads(data) for data in collectives.gather_bytes(json.dumps(own).encode(), "together")]
-    except Exception as lost:
-        raise lost from cause  # the error here is the reason why the others are missing
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if failed:
-        raise CheckpointError(f"{what} failed; " + "; ".join(failed)) from cause
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text != _NOTHING]
+        if failed:
+            raise CheckpointError(f"{what} failed; " + "; ".join(failed))
+
+    return refused_alike(compare)
 
 
 def shared_from(collectives: Gatherer, data: bytes, name: str, root: int = 0) -> bytes:

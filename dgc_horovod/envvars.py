@@ -150,18 +150,6 @@ def launched_workers() -> int:
     return int(text) if _COUNT.fullmatch(text) else 0
 
 
-def node_size() -> int:
-    """DGC_NODE_SIZE, which `dgcrun` sets where hosts have equally many ranks; 0 where it is not set.
-
-    Raises:
-        ConfigError: it is no whole number of at least 1.
-    """
-    found = value(NODE_SIZE)
-    if found is not None:
-        settings.check_whole(NODE_SIZE.name, found, 1)
-    return found or 0
-
-
 def dynamic_process_sets() -> bool:
     """Whether the script adds process sets after ``hvd.init()``."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")

@@ -43,7 +43,8 @@ def problem_with(path: AnyPath) -> str:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return ""
+        folder = os.path.dirname(os.path.abspath(path))
+        return "" if os.access(folder, os.W_OK) else "there is no such folder, or no permission to write in it"
     except (OSError, ValueError) as error:
         return _words(error)
     if _is_refused(path, found.st_mode, os.O_WRONLY):

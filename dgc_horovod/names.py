@@ -10,14 +10,18 @@ from types import ModuleType
 from typing import Any
 
 
-def replace_everywhere(old: object, new: object) -> None:
+def replace_everywhere(old: object, new: object, package: str = "") -> None:
     """Replace `old` by `new` in every module that has it, under any name.
 
     References elsewhere (in a closure, as an attribute of a class) stay.
+
+    Args:
+        old, new: what is replaced, and what takes its place.
+        package: package in whose modules it is replaced; "" for all.
     """
-    for module in list(sys.modules.values()):
+    for key, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
-        if isinstance(names, dict):
+        if isinstance(names, dict) and package in ("", key.split(".")[0]):
             for name in [name for name, value in list(names.items()) if value is old]:
                 names[name] = new
 

@@ -204,16 +204,14 @@ def going_back(error: BaseException | None) -> None:
     _log.warning("dgc_horovod: going back to the last commit: %s", reason.split(". ")[0])
 
 
-def make_visible() -> None:
-    """Show INFO on stderr, unless the program has set up logging itself."""
+def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
+    """Log which tensors are compressed, at most one recommendation, and `notices` of the optimizer.
+
+    From now on INFO is shown on stderr, unless the program has set up logging itself.
+    """
     if not _log.handlers and not logging.getLogger().handlers:
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)
-
-
-def describe(exchange: OptimizerExchange, notices: Sequence[str] = ()) -> None:
-    """Log which tensors are compressed, at most one recommendation, and `notices` of the optimizer."""
-    make_visible()
     config, numel, place = exchange.config, exchange.numel, exchange.topology
     sparse = [bucket for bucket in exchange.layout.buckets if not bucket.uncompressed]
     whole = [name for name in numel if name not in exchange.compressed]
@@ -258,7 +256,6 @@ SEVERAL = "the set of trained variables has changed"
 
 def tell_stock(why: str, stock: str) -> None:
     """Warn that a job of compression auto cannot be compressed, and why."""
-    make_visible()
     _log.warning("dgc_horovod: auto: %s stays, because compression is not possible: %s", stock, why)
 
 

@@ -23,7 +23,6 @@ from dgc_horovod import __version__, advice, at_end, envvars, files, stats
 from dgc_horovod.compression import method_of
 from dgc_horovod.config import AUTO, DGCConfig
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.notices import make_visible
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
 from dgc_horovod.stats import PROCESS, ExchangeStats
 
@@ -73,16 +72,8 @@ def choice(tallies: Sequence[ExchangeStats]) -> dict[str, Any]:
     return {"mode": largest.mode or DENSE, "trial_seconds": dict(largest.trial_seconds), "stock_steps": stock}
 
 
-class Writer:
-    """Destination of the records; the last one has ``final``."""
-
-    def write(self, record: Record) -> None:
-        """Add a record, or replace the one before."""
-        raise NotImplementedError
-
-
-def writer_for(path: str) -> Writer:
-    """Return the writer for `path`, by its ending.
+def writer_for(path: str) -> JsonLines | Prometheus | TensorBoard | MLflow:
+    """Return the writer for `path`, by its ending: its ``write`` adds a record, the last of which has ``final``.
 
     Args:
         path: path of the metrics; ``*.prom``: text format of Prometheus' node exporter, replaced at every write (extra
@@ -105,7 +96,7 @@ def is_json_lines(path: str) -> bool:
     return not (path.startswith(MLFLOW) or path.endswith((".prom", "/")))
 
 
-class JsonLines(Writer):
+class JsonLines:
     """A line of JSON for each record; fewer as the run goes on, if records have its length in ``seconds``.
 
     The next line comes after a 500th of that time at the earliest: ``500 * (1 + ln(T / 5000))`` lines of a record
@@ -143,7 +134,7 @@ def _library(name: str, path: str) -> Any:
         raise ConfigError(f"{path!r} needs {name}: pip install {name}") from None
 
 
-class Prometheus(Writer):
+class Prometheus:
     """A file of gauges ``dgc_NAME``, ``dgc_bucket_NAME{bucket="0"}`` and ``dgc_rank_NAME{rank="0"}``."""
 
     def __init__(self, path: str) -> None:
@@ -163,7 +154,7 @@ class Prometheus(Writer):
         self._client.write_to_textfile(self._path, registry)
 
 
-class TensorBoard(Writer):
+class TensorBoard:
     """Scalars ``dgc/NAME``, ``dgc/bucket0/NAME`` and ``dgc/rank0/NAME`` over the steps."""
 
     def __init__(self, path: str) -> None:
@@ -178,7 +169,7 @@ class TensorBoard(Writer):
             self._writer.close()
 
 
-class MLflow(Writer):
+class MLflow:
     """The scalars of `TensorBoard` in a run of its own, which is not the script's active one."""
 
     def __init__(self, path: str) -> None:
@@ -270,7 +261,6 @@ class Recording:
         except OSError as error:
             if not self._told:
                 self._told = True
-                make_visible()
                 _log.warning("dgc_horovod: the metrics file %r cannot be written any more: %s", self._path, error)
 
     def _write(self, final: bool, more: Mapping[str, Any]) -> None:

@@ -108,16 +108,11 @@ def _whole(text: str, unit: int = 1) -> int:
     return int(value)
 
 
-def _size(text: str) -> int:
+def read_size(text: str) -> int:
+    """A whole number with a decimal unit: ``2MB``, ``500k``, ``25.6M``. Raises ValueError for anything else."""
     amount = text.upper().removesuffix("B")
     unit = amount[-1:] if amount[-1:] in _UNITS else ""
     return _whole(amount.removesuffix(unit), _UNITS[unit])
-
-
-def _seconds(text: str) -> float:
-    if not 0 < (value := number(text)) <= _MOST_SECONDS:
-        raise ValueError
-    return value
 
 
 def _text(text: str) -> str:
@@ -129,14 +124,16 @@ def _text(text: str) -> str:
 FRACTION = in_range("in (0, 1]", lambda value: 0 < value <= 1, _inverse)
 POSITIVE = in_range("a positive finite number", lambda value: 0 < value <= sys.float_info.max)
 SIZE = replace(
-    whole(1), metavar="BYTES", text="a whole number of bytes below 2^63, such as 2MB or 500kB", read=_size,
+    whole(1), metavar="BYTES", text="a whole number of bytes below 2^63, such as 2MB or 500kB", read=read_size,
     must="a whole number of bytes >= 1",
 )  # fmt: skip
 SWITCH = Kind(
     "on|off", "on or off (1/0, true/false, yes/no)", lambda text: _SWITCH[text.lower()],
     "True or False", lambda value: isinstance(value, bool), bool,
 )  # fmt: skip
-SECONDS = Kind("S", "a positive number of seconds, at most 1e9", _seconds)
+SECONDS = replace(
+    in_range("a positive number of seconds, at most 1e9", lambda value: 0 < value <= _MOST_SECONDS), metavar="S"
+)
 TEXT, PATH = Kind("TEXT", f"a text {CARRIED}", _text), Kind("PATH", f"a path {CARRIED}", _text)
 
 
@@ -145,9 +142,18 @@ def check(name: str, value: object, kind: Kind, or_none: str = "") -> Any:
     if not kind.allows(value):
         must = f"one of {', '.join(kind.choices)}" if kind.choices else kind.must
         near = nearest(value, kind.choices) if isinstance(value, str) else ""
-        hint = f"; did you mean {near!r}?" if near else kind.hint(name, value)
+        hint = f"; did you mean {near!r}?" if near else kind.hint(name.rpartition(": ")[2], value)
         raise ConfigError(f"{name} must be {must}{or_none}, got {shown(value)}{hint}")
     return kind.plain(value)
+
+
+def read(name: str, text: str, kind: Kind) -> Any:
+    """Convert `text` to a value of that kind. Raises ConfigError if it is none."""
+    try:
+        value = kind.read(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} must be {kind.text}, got {shown(text)}") from None
+    return check(name, value, kind)
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
@@ -221,17 +227,11 @@ class Setting:
         """Convert `text` to a value; None for "none" if there is no default.
 
         Raises:
-            ConfigError: the text is not of the kind, or none of the choices; the message names `source`.
+            ConfigError: the text is not of the kind, or the value not allowed; the message names `source`.
         """
         if self.default is None and text.lower() == "none" and not self.kind.choices:
             return None
-        name = f"{source or self.name}: {self.key}"
-        if self.kind.choices:
-            return check(name, text, self.kind)
-        try:
-            return self.kind.read(text)
-        except (KeyError, ValueError):
-            raise ConfigError(f"{name} must be {self.kind.text}, got {text!r}") from None
+        return read(f"{source or self.name}: {self.key}", text, self.kind)
 
 
 def as_text(value: object) -> str:

@@ -33,17 +33,15 @@ class Traffic:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # buckets may be compressed by several threads
 
-    def count(self, sent: int, received: int) -> None:
-        """Count a collective by the bytes that this rank hands over, and those it receives."""
-        self._add(sent=sent, received=received)
-
-    def count_inside(self, received: int) -> None:
-        """Count a collective among the workers of a node by the bytes that this rank receives."""
-        self._add(inside=received)
+    def add(self, **amounts: float) -> None:
+        """Add bytes or seconds, by name of the field."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
 
     def count_allreduce(self, nbytes: int, workers: int) -> None:
         """Count a ring allreduce of `nbytes`."""
-        self._add(sent=nbytes, received=ring_received(nbytes, workers))
+        self.add(sent=nbytes, received=ring_received(nbytes, workers))
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -52,16 +50,7 @@ class Traffic:
         try:
             yield
         finally:
-            self._add(**{what: time.perf_counter() - start})
-
-    def waited(self, seconds: float) -> None:
-        """Count seconds in which this rank only waited."""
-        self._add(waiting=seconds)
-
-    def _add(self, **amounts: float) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
+            self.add(**{what: time.perf_counter() - start})
 
 
 def ring_received(nbytes: int, workers: int) -> int:

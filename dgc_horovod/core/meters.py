@@ -61,9 +61,9 @@ class Meters:
         workers = {ALL: place.workers, BETWEEN: place.nodes, INSIDE: place.node_size}[collective.group]
         received = collective.received(workers)
         if collective.group == INSIDE:
-            traffic.count_inside(received)
+            traffic.add(inside=received)
         else:
-            traffic.count(collective.nbytes, received)
+            traffic.add(sent=collective.nbytes, received=received)
 
     def close(self, finite: bool, advises: bool) -> None:
         """End the step. After a sampled step, store its figures and the staleness of the sent elements.

@@ -53,7 +53,7 @@ def declare(make: Callable[[list[int]], Any], node_size: int | None, theirs: Ite
     """
     if node_size is not None:
         check_whole("node_size", node_size, 1)
-    workers, node_size = envvars.launched_workers(), node_size or envvars.node_size()
+    workers, node_size = envvars.launched_workers(), node_size or envvars.value(envvars.NODE_SIZE) or 0
     _declaration.node_size = node_size
     if not (workers and node_size) or problem_of(Topology(0, workers, node_size)):
         return []

@@ -27,12 +27,13 @@ from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.launch import reports, summary
 from dgc_horovod.launch.settings import Job, of_this_process, resolve
 from dgc_horovod.launch.site.sitecustomize import FRAMEWORKS, ImportHook, follow_torch, is_ours
-from dgc_horovod.notices import make_visible
+from dgc_horovod.names import replace_everywhere
 
 if TYPE_CHECKING:
     from dgc_horovod.torch.ddp.unedited import Unedited
 
 _log = logging.getLogger("dgc_horovod")
+_replace = functools.partial(replace_everywhere, package="horovod")
 
 
 def activate() -> None:
@@ -99,13 +100,6 @@ class HorovodJob(summary.Outcome):
         if job.active:
             self.watch_exit()
 
-    def replace(self, stock: Any, ours: Any) -> None:
-        """Put `ours` wherever a module of Horovod has `stock`."""
-        modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "horovod" and m is not None]
-        for module in modules:
-            for attribute in [key for key, value in vars(module).items() if value is stock]:
-                setattr(module, attribute, ours)
-
     def replace_factories(self, horovod: ModuleType, **ours: Callable[..., Any]) -> None:
         """Replace functions of a module of Horovod's that take an argument ``compression``.
 
@@ -115,7 +109,7 @@ class HorovodJob(summary.Outcome):
         """
         for name, factory in ours.items():
             if (stock := getattr(horovod, name, None)) is not None:  # horovod.tensorflow.keras has no partial one
-                self.replace(stock, self._compressing(stock, factory, horovod.Compression))
+                _replace(stock, self._compressing(stock, factory, horovod.Compression))
 
     def _compressing(self, stock: Callable[..., Any], ours: Callable[..., Any], compressions: Any) -> Any:
         """`ours` under the name and signature of `stock`."""
@@ -183,7 +177,7 @@ def torch_names(here: HorovodJob, horovod: ModuleType) -> None:
         return DistributedOptimizer(**arguments)
 
     here.replace_factories(horovod, DistributedOptimizer=ours)
-    here.replace(horovod.init, here.initializing(horovod))
+    _replace(horovod.init, here.initializing(horovod))
 
 
 def tensorflow_names(here: HorovodJob, horovod: ModuleType) -> None:
@@ -197,8 +191,8 @@ def tensorflow_names(here: HorovodJob, horovod: ModuleType) -> None:
         PartialDistributedGradientTape=_partial(ours.DistributedGradientTape, "register_local_source"),
     )
     broadcast = functools.wraps(horovod.broadcast_variables)(ours.broadcast_variables)
-    here.replace(horovod.broadcast_variables, broadcast)
-    here.replace(horovod.init, here.initializing(horovod))
+    _replace(horovod.broadcast_variables, broadcast)
+    _replace(horovod.init, here.initializing(horovod))
 
 
 def keras_names(here: HorovodJob, horovod: ModuleType) -> None:
@@ -212,9 +206,9 @@ def keras_names(here: HorovodJob, horovod: ModuleType) -> None:
         load_model=ours.load_model,
     )
     for name in ours.callbacks.__all__:
-        here.replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
+        _replace(getattr(horovod.callbacks, name), getattr(ours.callbacks, name))
     for name in ("KerasState", "run"):
-        here.replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
+        _replace(getattr(horovod.elastic, name), getattr(ours.elastic, name))
 
 
 def _partial(ours: Callable[..., Any], register: str) -> Callable[..., Any]:
@@ -297,7 +291,7 @@ class DDPJob(summary.Outcome):
         except ConfigError as error:
             problem = problem or str(error)
         compared = {"dgc_horovod": __version__, envvars.COMPRESSION.name: self.job.method}
-        compared |= {each.row.name: each.text for each in self.job.settings if each.row.field}
+        compared |= {row.name: each.text for row, each in self.job.settings.items() if row.field}
         seconds = min(reports.CHECK_SECONDS, self.job.get(envvars.TIMEOUT))
         reason = unedited.agree(problem, compared, seconds)
         if reason:
@@ -321,5 +315,4 @@ class DDPJob(summary.Outcome):
         """See `unedited.Listener`; told on every rank, once."""
         if reason not in self.refused:
             self.refused.append(reason)
-            make_visible()
             _log.warning("dgc_horovod: %s", summary.not_active(self.job, reason, self.may_fail))

@@ -102,10 +102,7 @@ def _check_flags(args: Namespace) -> None:
     """Raise ConfigError for flags that have no value, or that what is asked for does not read."""
     if args.build_horovod:
         raise ConfigError("--build-horovod must be the first word after dgcrun")
-    asked = [flag for flag in COMMANDS if _given(args, flag)]
-    if len(asked) > 1:
-        raise ConfigError(f"{', '.join(asked)} do different things; give one of them")
-    doing = asked[0] if asked else A_JOB
+    doing = next((flag for flag in COMMANDS if _given(args, flag)), A_JOB)
     for told, readers in TOLD:
         for flag in told:
             if _given(args, flag) == "":
@@ -144,8 +141,7 @@ def job_of(args: Namespace, given: dict[str, str]) -> Job:
     environment = envvars.from_environment()
     for name, near in envvars.unknown().items():
         print(f"dgcrun: {name} is set and means nothing{near and f'; did you mean {near}?'}", file=sys.stderr)
-    files = [(args.config_file, args.compression_section)] if args.config_file else []
-    return settings.resolve(given, environment, [*files, *config_file.for_everyone(environment)])
+    return settings.resolve(given, environment, [*args.files, *config_file.for_everyone(environment)])
 
 
 def _exports(job: Job) -> str:
@@ -195,7 +191,7 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, dict[str, str]]:
         ConfigError: a value of Horovod's, or its config file, is wrong.
 
     Returns:
-        Horovod's namespace, with its values from the config file and, as ``compression_section``, ours; and name of a
+        Horovod's namespace, with its values from the config file and, as ``files``, the path and ours; and name of a
         variable -> text for our flags.
     """
     from horovod.runner import launch
@@ -227,19 +223,18 @@ def parse_for_torch(arguments: Sequence[str]) -> tuple[Namespace, dict[str, str]
 
 
 def _with_ours(args: Namespace) -> tuple[Namespace, dict[str, str]]:
-    args.config_file = args.own_config_file
     given = {row.name: getattr(args, row.name) for row in envvars.SETTABLE}
     return args, {name: text for name, text in given.items() if text is not None}
 
 
-def _take_config_file(args: Namespace, for_horovod: bool) -> None:
+def _take_config_file(args: Namespace, path: str, for_horovod: bool) -> None:
     """Take Horovod's values from the config file, checked: Horovod takes every section for what it should be."""
-    content = config_file.read(args.config_file)
+    content = config_file.read(path)
     off = envvars.is_off(envvars.from_environment())
     ours = {config_file.SECTION} if off else set()  # then nobody looks at what stands there
-    args.compression_section = config_file.section_of(
-        args.config_file, {key: value for key, value in content.items() if key not in ours}
-    )
+    args.files = [
+        (path, config_file.section_of(path, {key: value for key, value in content.items() if key not in ours}))
+    ]
     if not for_horovod:
         return
     from horovod.runner.common.util import config_parser
@@ -268,7 +263,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, words: Sequence[str], **more: Any) -> None:
         super().__init__(**{**more, "prog": "dgcrun", "usage": _USAGE})
         self._words = words
-        self.set_defaults(compression_section={})
+        self.set_defaults(files=[])
         ours = self.add_argument_group("compression")
         one_of = ours.add_mutually_exclusive_group()
         one_of.add_argument("--dgc", dest=envvars.COMPRESSION.name, action="store_const", const="dgc")
@@ -279,8 +274,9 @@ class _Parser(argparse.ArgumentParser):
             if variable is envvars.ALLOW_INACTIVE:
                 how = {"action": "store_const", "const": "on"}
             group.add_argument(*names, dest=variable.name, **how)
+        instead = ours.add_mutually_exclusive_group()
         for flag in COMMANDS:
-            ours.add_argument(flag, action=_Command, nargs=0, default=False)
+            instead.add_argument(flag, action=_Command, nargs=0, default=False)
         for flag, metavar in {REPORT: "PAGE", **PLAN}.items():
             ours.add_argument(flag, metavar=metavar)
         self._ours = len(self._actions)
@@ -288,9 +284,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self) -> Namespace:  # type: ignore[override]
         """As argparse's, of the words, with the values of the config file, which Horovod is not to read by itself."""
         found = super().parse_args(self._words)
-        if found.config_file:
-            _take_config_file(found, for_horovod="-np" in self._option_string_actions)
-        found.own_config_file, found.config_file = found.config_file, None
+        path, found.config_file = found.config_file, None
+        if path:
+            _take_config_file(found, path, for_horovod="-np" in self._option_string_actions)
         return found
 
     def add_argument(self, *flags: Any, **more: Any) -> Any:

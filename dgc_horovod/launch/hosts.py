@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +24,6 @@ from horovod.runner.util.remote import get_remote_command
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.launch.job import MARK, marked
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.launch.site.sitecustomize import is_ours
 
@@ -29,25 +31,27 @@ _SSH_SECONDS, _ANSWER_SECONDS = 10, 60
 _SSH_FAILED, _NOT_FOUND = 255, 127  # ssh's own exit code, and a shell's
 _PYTHON = re.compile(r"python[\d.]*t?")
 _WRAPPERS = ("env", "nice", "ionice", "timeout", "numactl", "taskset", "nohup", "stdbuf", "setsid")
-# Before anything else is imported: a script does not find its modules in the current folder, where any name may stand.
-# What Python puts in front of its path for -c is not there under -P and PYTHONSAFEPATH.
-OUTSIDE_FOLDER = """
+_MARK = "DGC_ANSWER "  # in front of an answer, among whatever else a process prints
+# Run by a Python, with code that fills `found` and the arguments of that. Before anything else is imported: a script
+# does not find its modules in the current folder, where any name may stand. What Python puts in front of its path for
+# -c is not there under -P and PYTHONSAFEPATH.
+_ANSWERING = f"""
 import sys
 if not getattr(sys.flags, "safe_path", False): sys.path.pop(0)
+import json
+found = {{}}
+try: exec(sys.argv.pop(1))
+except Exception as error: found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
+print({_MARK!r} + json.dumps(found))
 """
-# Run by the job's own interpreter, with the job's environment and folder, on every host.
-_PROBE = f"""{OUTSIDE_FOLDER}
-import importlib.metadata, json, os, platform
-found = dict(python=sys.executable, folder=os.getcwd(), python_version=platform.python_version())
+_PROBE = """
+import importlib.metadata, os, platform
+found.update(python=sys.executable, folder=os.getcwd(), python_version=platform.python_version())
 for name in ("horovod", "torch", "tensorflow", "tensorflow-cpu"):
     try: found[name] = importlib.metadata.version(name)
     except Exception: pass
-try:
-    import dgc_horovod, dgc_horovod.launch.site
-    found.update(version=dgc_horovod.__version__, site=dgc_horovod.launch.site.FOLDER)
-except Exception as error:
-    found["error"] = type(error).__name__ + ": " + str(error)
-print({MARK!r} + json.dumps(found))
+import dgc_horovod, dgc_horovod.launch.site
+found.update(version=dgc_horovod.__version__, site=dgc_horovod.launch.site.FOLDER)
 """
 # A line of standard input has the environment; what follows in it is for the command.
 _NEWLINE, _SHELLS_NAME = "DGC_NEWLINE", re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -130,6 +134,43 @@ def is_remote(host: str) -> bool:
     return bool(network.filter_local_addresses([host]))
 
 
+def ask(
+    host: str,
+    interpreter: str,
+    code: str,
+    ssh: Ssh,
+    seconds: float = _ANSWER_SECONDS,
+    arguments: Sequence[str] = (),
+    secret: str = "",
+) -> dict[str, Any]:
+    """Let a Python on a host run `code`; returns what that puts into its dictionary `found`.
+
+    Args:
+        host, ssh, seconds, secret: see `run_on`.
+        interpreter: Python there.
+        code: Python code, in which ``sys`` is imported.
+        arguments: further words of the command line, for `code`.
+
+    Returns:
+        With ``error`` in it if something is wrong.
+    """
+    try:
+        ended = run_on(host, [interpreter, "-c", _ANSWERING, code, *arguments], ssh, seconds, secret)
+    except subprocess.TimeoutExpired:
+        advice = "; is ssh to it possible without a password?" if is_remote(host) else ""
+        return {"error": f"no answer within {seconds:g} s{advice}"}
+    answers = [line.partition(_MARK)[2] for line in ended.stdout.splitlines() if _MARK in line]
+    with contextlib.suppress(ValueError, RecursionError):
+        if answers and isinstance(found := json.loads(answers[-1]), dict):
+            return found
+    said = ((ended.stderr.strip() or ended.stdout.strip()).splitlines() or ["no output"])[-1]
+    if ended.returncode == _SSH_FAILED and is_remote(host):
+        return {"error": f"{said}; ssh to it must work without a password"}
+    status = ended.returncode
+    how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+    return {"error": f"{interpreter} has ended with {how}: {said}"}
+
+
 def run_on(
     host: str, command: Sequence[str], ssh: Ssh, seconds: float = _ANSWER_SECONDS, secret: str = ""
 ) -> subprocess.CompletedProcess[str]:
@@ -180,32 +221,19 @@ def _exports(environment: Mapping[str, str]) -> str:
     return "; ".join(words)
 
 
-def ask(hosts: Sequence[str], interpreter: str, ssh: Ssh) -> list[HostReport]:
+def examine(hosts: Sequence[str], interpreter: str, ssh: Ssh) -> list[HostReport]:
     """Ask every host, all at once, whether `interpreter` finds this version of dgc_horovod there."""
     with ThreadPoolExecutor(max_workers=32) as pool:
-        return list(pool.map(lambda host: _ask_one(host, interpreter, ssh), hosts))
-
-
-def _ask_one(host: str, interpreter: str, ssh: Ssh) -> HostReport:
-    try:
-        answer = run_on(host, [interpreter, "-c", _PROBE], ssh)
-    except subprocess.TimeoutExpired:
-        return HostReport(host, {}, f"no answer within {_ANSWER_SECONDS} s; is ssh to it possible without a password?")
-    found = marked(answer.stdout)
-    if not (isinstance(found, dict) and {"python", "folder"} <= found.keys()):
-        said = ((answer.stderr.strip() or answer.stdout.strip()).splitlines() or ["no output"])[-1]
-        if answer.returncode == _SSH_FAILED and is_remote(host):
-            return HostReport(host, {}, f"{said}; ssh to it must work without a password")
-        return HostReport(host, {}, f"{interpreter} cannot be run there: {said}")
-    return HostReport(host, found, _problem(found))
+        answers = list(pool.map(lambda host: ask(host, interpreter, _PROBE, ssh), hosts))
+    return [
+        HostReport(host, found, _problem(found)) if "python" in found else HostReport(host, {}, found["error"])
+        for host, found in zip(hosts, answers, strict=True)
+    ]
 
 
 def _problem(found: dict[str, Any]) -> str:
     if "version" not in found:
-        return (
-            f"{found['python']} has no dgc_horovod ({found.get('error', 'unknown error')}); "
-            f"install {__version__} for it there"
-        )
+        return f"{found['python']} has no dgc_horovod ({found['error']}); install {__version__} for it there"
     if found["version"] != __version__:
         return f"{found['python']} has dgc_horovod {found['version']}, here it is {__version__}; install the same"
     if os.path.realpath(found["folder"]) != os.path.realpath(os.getcwd()):
@@ -226,7 +254,7 @@ def check(slots: str, command: Sequence[str], ssh: Ssh) -> list[str]:
     """
     interpreter = interpreter_of(command)
     names = names_of(slots) or ["localhost"]
-    reports = ask(names, interpreter or sys.executable, ssh)
+    reports = examine(names, interpreter or sys.executable, ssh)
     bad = [report for report in reports if report.problem]
     # a shell script may well use another Python than ours: there the activation check at hvd.init() decides
     if bad and interpreter is not None:

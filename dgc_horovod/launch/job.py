@@ -1,8 +1,7 @@
 """One job of `dgcrun`: a launcher starts its ranks, they report to a status server here, and its end is looked at.
 
 The launcher is Horovod's (`launcher`), or torch's, with our settings as variables: ``dgcrun [FLAGS] torchrun ...``. It
-runs in a child process, which over MPI turns into mpirun: signals reach it, nothing outlives us. Other child processes
-answer in JSON, at the end of a line, among whatever else they print.
+runs in a child process, which over MPI turns into mpirun: signals reach it, nothing outlives us.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -187,9 +184,8 @@ def _why_silent(status: StatusServer) -> str:
     return "" if status.heard_of else _NOBODY
 
 
-# -- its launcher, a child process, and others that answer
+# -- its launcher, a child process
 
-MARK = "DGC_ANSWER "  # in front of the answer, among whatever else a child process prints
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _LOOK_EVERY = 0.1  # seconds
@@ -322,39 +318,3 @@ def _signal(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def marked(output: str) -> Any | None:
-    """The JSON behind `MARK` in the last line of `output` that has it; None if there is none, or it is no JSON.
-
-    What others print without an end of the line stands in front of it.
-    """
-    answers = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
-    try:
-        return json.loads(answers[-1]) if answers else None
-    except (ValueError, RecursionError):
-        return None
-
-
-def ask(command: Sequence[str], seconds: float) -> tuple[Any | None, str]:
-    """Run a child process that prints an answer; returns the answer and "", or None and what is wrong with the process.
-
-    Args:
-        command: command line of the process, which gets no input.
-        seconds: seconds within which it must have ended.
-    """
-    try:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"it took more than {seconds:g} s"
-    except OSError as error:
-        return None, str(error)
-    found = marked(ended.stdout)
-    if found is not None:
-        return found, ""
-    if ended.returncode < 0:
-        return None, f"it crashed with {signal.Signals(-ended.returncode).name}"
-    said = ended.stderr.strip().splitlines() or ["no output"]
-    return None, f"it ended with exit code {ended.returncode}: {said[-1]}"

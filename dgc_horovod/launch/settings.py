@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from dgc_horovod.settings import EVERYWHERE, OF_METHODS, Setting, as_text
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 UNCOMPRESSED = ("none", "fp16")  # methods that leave the exchange as it is
 _LOCAL = "local"
-_NAMES = {row.field: row.name for row in FIELDS}
-_STEPS, _EPOCHS, _STEPS_PER_EPOCH = (_NAMES[f"warmup.{field}"] for field in ("steps", "epochs", "steps_per_epoch"))
+_ROWS = {row.field: row for row in FIELDS}
+_STEPS, _EPOCHS, _STEPS_PER_EPOCH = (_ROWS[f"warmup.{field}"] for field in ("steps", "epochs", "steps_per_epoch"))
 
 
 class Given(NamedTuple):
@@ -51,13 +51,13 @@ class Job:
     Args:
         method: "none", "fp16" or one of the presets; "" if no compression was asked for.
         config: compression settings; None for the methods that have none.
-        settings: all settings with their sources, in the order of ``envvars.SETTABLE``.
+        settings: all settings with their sources, by row, in the order of ``envvars.SETTABLE``.
         switched_off: whether ``DGC_ENABLED`` is off, whatever else was asked for.
     """
 
     method: str
     config: DGCConfig | None
-    settings: tuple[Given, ...]
+    settings: Mapping[Setting, Given]
     switched_off: bool = False
 
     @property
@@ -65,18 +65,13 @@ class Job:
         """Whether the script is to be compressed."""
         return bool(self.method) and not self.switched_off
 
-    def given(self, row: Setting) -> Given:
-        """One setting."""
-        return self.settings[SETTABLE.index(row)]
-
     def get(self, row: Setting) -> Any:
         """The value of one setting."""
-        return self.given(row).value
+        return self.settings[row].value
 
     def with_setting(self, row: Setting, text: str, source: str) -> Job:
         """The same with another text of one setting that is no field of `config`."""
-        changed = (Given(row, text, source) if given.row is row else given for given in self.settings)
-        return replace(self, settings=tuple(changed))
+        return replace(self, settings={**self.settings, row: Given(row, text, source)})
 
     def variables(self) -> dict[str, str]:
         """The environment that carries these settings to the ranks; "" where a variable is not to be set.
@@ -84,14 +79,16 @@ class Job:
         Where nothing is to be replaced, a script may still compress by itself: what acts in it goes there all the same.
         """
         if not self.active:
-            acting = {each.row.name: each.text for each in self.settings if each.is_set and each.row.acts == EVERYWHERE}
+            acting = {
+                row.name: each.text for row, each in self.settings.items() if each.is_set and row.acts == EVERYWHERE
+            }
             return {envvars.ENABLED.name: "0", **acting}
-        texts = {each.row.name: each.text if each.is_set else "" for each in self.settings}
+        texts = {row.name: each.text if each.is_set else "" for row, each in self.settings.items()}
         return {**texts, COMPRESSION.name: self.method, envvars.CONFIG_FILE.name: ""}
 
 
-# The settings of one place, by name of the variable: the command line, the environment, a file
-Layer = dict[str, Given]
+# The settings of one place: the command line, the environment, a file
+Layer = Mapping[Setting, Given]
 
 
 def resolve(
@@ -113,23 +110,23 @@ def resolve(
         _layer(given_there, lambda row: f"environment {row.name}"),
         *(_layer(texts, lambda row, path=path: path) for path, texts in files),  # type: ignore[misc]
     ]
-    strongest = [_find(row, layers) for row in SETTABLE]
+    strongest = {row: _find(row, layers) for row in SETTABLE}
     if envvars.is_off(environment):
-        return Job("", None, tuple(strongest), switched_off=True)
-    _ = [given.value for given in strongest]  # what is never used should not be wrong either
+        return Job("", None, strongest, switched_off=True)
+    _ = [given.value for given in strongest.values()]  # what is never used should not be wrong either
     place = next((i for i, layer in enumerate(layers) if _method(layer).text), None)
     if place is None:  # dgc where any setting of a method is there
-        is_asked_for = any(row.name in layer for layer in layers for row in FIELDS)
+        is_asked_for = any(row in layer for layer in layers for row in FIELDS)
         chosen, fitting = Given(COMPRESSION, "dgc" if is_asked_for else "", FROM_DEFAULT), layers
     else:
         chosen, fitting = _method(layers[place]), _of_method(layers, place)
     fitting = _with_one_length(fitting)
-    used = (chosen, *(_find(row, fitting, chosen.text) for row in SETTABLE[1:]))
-    settings = tuple(map(_beside, used, strongest))
+    used = {row: _find(row, fitting, chosen.text) for row in SETTABLE} | {COMPRESSION: chosen}
+    settings = {row: _beside(used[row], strongest[row]) for row in SETTABLE}
     if chosen.text in (*UNCOMPRESSED, ""):
-        _refuse_useless_flags(chosen.text, strongest)
+        _refuse_useless_flags(chosen.text, strongest.values())
         return Job(chosen.text, None, settings)
-    job = Job(chosen.text, _config(chosen.text, settings), settings)
+    job = Job(chosen.text, _config(chosen.text, settings.values()), settings)
     _refuse_useless_nodes(job)
     return job
 
@@ -151,19 +148,19 @@ def _find(row: Setting, layers: Sequence[Layer], method: str = "") -> Given:
     """The setting of the strongest layer that has it, or its default with that method."""
     preset = PRESETS.get(method, {})
     default = as_text(preset[row.field]) if row.field in preset else row.default_text
-    return next((layer[row.name] for layer in layers if row.name in layer), Given(row, default, FROM_DEFAULT))
+    return next((layer[row] for layer in layers if row in layer), Given(row, default, FROM_DEFAULT))
 
 
 def _layer(texts: Mapping[str, str], source: Callable[[Setting], str]) -> Layer:
-    """A layer of these texts, by name of the variable; `source`: where a setting of it stands."""
-    return {row.name: Given(row, texts[row.name], source(row)) for row in SETTABLE if row.name in texts}
+    """A layer of these texts, which are by name of the variable; `source`: where a setting of it stands."""
+    return {row: Given(row, texts[row.name], source(row)) for row in SETTABLE if row.name in texts}
 
 
 def _method(layer: Layer) -> Given:
     """The method that a layer names, "" for none. Local steps name the method local."""
-    steps = layer.get(LOCAL_STEPS.name)
+    steps = layer.get(LOCAL_STEPS)
     by_steps = Given(COMPRESSION, _LOCAL, steps.source) if steps and _is_set(steps) else None
-    return layer.get(COMPRESSION.name) or by_steps or Given(COMPRESSION, "", FROM_DEFAULT)
+    return layer.get(COMPRESSION) or by_steps or Given(COMPRESSION, "", FROM_DEFAULT)
 
 
 def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
@@ -180,14 +177,14 @@ def _of_method(layers: Sequence[Layer], place: int) -> list[Layer]:
     """
     method, kept = _method(layers[place]).text, []
     for i, layer in enumerate(layers):
-        dropped: set[str] = set()
+        dropped: set[Setting] = set()
         if method in UNCOMPRESSED:
-            dropped = set(_NAMES.values())
+            dropped = set(FIELDS)
         elif i > place:
-            is_of_another, exchange = _method(layer).text not in ("", method), layer.get(_NAMES["exchange"])
-            dropped = {row.name for row in FIELDS if is_of_another and row.group in OF_METHODS}
+            is_of_another, exchange = _method(layer).text not in ("", method), layer.get(_ROWS["exchange"])
+            dropped = {row for row in FIELDS if is_of_another and row.group in OF_METHODS}
             if is_of_another and method == _LOCAL and exchange and exchange.text not in (FLAT, SHARDED):
-                dropped.add(exchange.row.name)
+                dropped.add(exchange.row)
         kept.append(_without(layer, dropped))
     return kept
 
@@ -199,15 +196,15 @@ def _with_one_length(layers: Sequence[Layer]) -> list[Layer]:
     """
     place = next((i for i, layer in enumerate(layers) if {_STEPS, _EPOCHS} & layer.keys()), len(layers))
     strongest = layers[place] if place < len(layers) else {}
-    lengths = {name for name in (_STEPS, _EPOCHS) if name in strongest and _is_set(strongest[name])}
+    lengths = {row for row in (_STEPS, _EPOCHS) if row in strongest and _is_set(strongest[row])}
     dropped = {_STEPS, _EPOCHS, *(() if _EPOCHS in lengths else (_STEPS_PER_EPOCH,))}
     if not lengths:
-        dropped = {name for field, name in _NAMES.items() if field.startswith("warmup.")}
+        dropped = {row for row in FIELDS if row.field.startswith("warmup.")}
     return [layer if i <= place else _without(layer, dropped) for i, layer in enumerate(layers)]
 
 
-def _without(layer: Layer, names: set[str]) -> Layer:
-    return {name: given for name, given in layer.items() if name not in names}
+def _without(layer: Layer, rows: set[Setting]) -> Layer:
+    return {row: given for row, given in layer.items() if row not in rows}
 
 
 def _is_set(given: Given) -> bool:
@@ -221,7 +218,7 @@ def _beside(used: Given, strongest: Given) -> Given:
     return used._replace(unused=f"{strongest.text} of {strongest.source}")
 
 
-def _refuse_useless_flags(method: str, strongest: Sequence[Given]) -> None:
+def _refuse_useless_flags(method: str, strongest: Iterable[Given]) -> None:
     for given in strongest:
         if given.row.field and given.source.startswith(FROM_FLAG):
             raise ConfigError(
@@ -231,7 +228,7 @@ def _refuse_useless_flags(method: str, strongest: Sequence[Given]) -> None:
 
 
 def _refuse_useless_nodes(job: Job) -> None:
-    size, exchange = job.given(envvars.NODE_SIZE), next(each for each in job.settings if each.row.field == "exchange")
+    size, exchange = job.settings[envvars.NODE_SIZE], job.settings[_ROWS["exchange"]]
     if size.source.startswith(FROM_FLAG) and size.value is not None and not (job.config and job.config.may_use_nodes):
         raise ConfigError(
             f"{size.row.flag} {size.text} has no meaning with exchange {exchange.text} ({exchange.source}), "
@@ -239,7 +236,7 @@ def _refuse_useless_nodes(job: Job) -> None:
         )
 
 
-def _config(method: str, settings: Sequence[Given]) -> DGCConfig:
+def _config(method: str, settings: Iterable[Given]) -> DGCConfig:
     """`method`'s preset with what was given over it."""
     fields = [each for each in settings if each.is_set and each.row.field]
     given = {each.row.field: each.value for each in fields if each.value is not None}
@@ -272,6 +269,6 @@ def show(job: Job, stock: str = "stock Horovod") -> str:
 def rows(job: Job) -> list[tuple[str, str, str]]:
     """Every setting: its key, its value, and where that comes from."""
     return [
-        (each.row.key, each.text or "-", each.source + (f" ({each.unused} is not used)" if each.unused else ""))
-        for each in job.settings
+        (row.key, each.text or "-", each.source + (f" ({each.unused} is not used)" if each.unused else ""))
+        for row, each in job.settings.items()
     ]

@@ -13,9 +13,8 @@ from dgc_horovod import at_end, envvars, leaving
 from dgc_horovod.launch.reports import Reports
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.launch.status_server import StatusBoard
-from dgc_horovod.notices import make_visible
 from dgc_horovod.recording import Recording, rank_figures
-from dgc_horovod.stats import PROCESS, total
+from dgc_horovod.stats import PROCESS
 
 _log = logging.getLogger("dgc_horovod")
 EXIT_INACTIVE = 3
@@ -56,7 +55,7 @@ class Outcome:
         self.wants_fp16 = False  # whether the script itself asked for half precision
         self._told: set[str] = set()
         self._recording: Recording | None = None
-        self._process, self._said_at = os.getpid(), -1.0  # steps when the summary was printed
+        self._process, self._said = os.getpid(), ""  # the last summary that was printed
         address = envvars.desk_address()
         self._desk = StatusBoard([address]) if address else None
         self._reports = Reports(address) if address else None
@@ -114,12 +113,7 @@ class Outcome:
         """Log `text` on rank 0, the first time."""
         if text not in self._told and not self.rank:
             self._told.add(text)
-            make_visible()
             _log.warning("dgc_horovod: %s", text)
-
-    def stats(self) -> dict[str, float]:
-        """The counts of everything that this rank has exchanged."""
-        return total(list(PROCESS.exchanges))
 
     def why_inactive(self) -> str:
         """Why this job was not compressed although it should have been; "" if it was."""
@@ -136,17 +130,16 @@ class Outcome:
     def parting(self) -> None:
         """Print the summary on rank 0: the ranks part, and Ray kills the process then, with no exit handler."""
         if os.getpid() == self._process and self.rank == 0 and not self.why_inactive():
-            self._said_at = self.stats()["steps"]
-            at_end.say(self.line(), "")
+            self._said = self.line()
+            at_end.say(self._said, "")
 
     def line(self) -> str:
         """The summary, for people."""
-        at_end.pending()
         reason = self.why_inactive()
         if reason:
             return not_active(self.job, reason, self.may_fail)
         ranks = self._reports.of_all() if self._reports is not None else [rank_figures(self.rank or 0)]
-        text = at_end.line(self.job.method, self.stats(), ranks, self.wants_fp16)
+        text = at_end.line(self.job.method, ranks, self.wants_fp16)
         return "; ".join(filter(None, (text, self._refusals())))
 
     def _refusals(self) -> str:
@@ -173,9 +166,9 @@ class Outcome:
         at_end.pending()  # which the record that ends the file counts, too
         if self._recording is not None:
             self._recording.end()
-        inactive = self.why_inactive()
-        if inactive or at_end.failed() or self.stats()["steps"] != self._said_at:
-            at_end.say(self.line(), inactive)
+        inactive, text = self.why_inactive(), self.line()
+        if at_end.failed() or text != self._said:
+            at_end.say(text, inactive)
         heard = self._report(END, {"inactive": inactive})
         allowed = self.job.get(envvars.ALLOW_INACTIVE) or not self.may_fail
         return EXIT_INACTIVE if inactive and not (at_end.failed() or allowed or heard) else 0

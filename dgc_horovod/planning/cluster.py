@@ -22,7 +22,6 @@ import math
 from dataclasses import dataclass, replace
 
 from dgc_horovod.core.bucketing import through_card
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALL, ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
 
 PAYLOAD = 1448 / 1538  # payload of TCP over the bytes of full Ethernet frames
@@ -44,13 +43,6 @@ class Link:
     bits: float
     latency: float = 20e-6
     message: float = 30e-6
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bits < math.inf:
-            raise ConfigError(f"a link's rate must be positive, got {self.bits / 1e9:g} Gbit/s")
-        for name, value in (("latency", self.latency), ("time of a message", self.message)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"a link's {name} must be at least 0, got {1e3 * value:g} ms")
 
     @property
     def way(self) -> float:
@@ -89,10 +81,6 @@ class Cluster:
     inside: Link = PCIE
     cycle: float = 1e-3
     mpi: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or self.node_size < 1 or self.workers % self.node_size:
-            raise ConfigError(f"{self.workers} workers do not fill nodes of {self.node_size}")
 
     @property
     def nodes(self) -> int:
@@ -138,7 +126,6 @@ class Machine:
         return {"float32": self.add_fp32, "float16": self.add_fp16}.get(collective.dtype, 0.0)
 
 
-NEGOTIATION = Round("negotiation", ALLREDUCE, "uint8", 64)  # bits of ready tensors, in every cycle of Horovod's loop
 SIZES = Round("sizes", ALLTOALL, "uint8", 4)  # sent by Horovod before the parts of an alltoall, for each worker
 # A collective is called while Horovod negotiates, on average in the middle, and is begun after the next negotiation
 CYCLES_WAITED = 1.5

@@ -266,12 +266,9 @@ def build_wheel(build: Build, target: Path) -> Path:
 def builds_from(build: Build) -> Iterator[Build]:
     """`build`, and those to try if it fails: file by file, then without CUDA, then without MPI."""
     yield build
-    if build.joined:
-        yield (build := replace(build, joined=False))
-    if build.cuda:
-        yield (build := replace(build, cuda=False))
-    if build.mpi:
-        yield replace(build, mpi=None)
+    for less in ({"joined": False}, {"cuda": False}, {"mpi": None}):
+        if (simpler := replace(build, **less)) != build:
+            yield (build := simpler)
 
 
 def buildable(build: Build, cache: Path) -> Build:

@@ -6,6 +6,7 @@ into findings, each in one line, with advice.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import textwrap
@@ -13,13 +14,11 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
 from dgc_horovod import __version__, envvars
 from dgc_horovod.launch import hosts
 from dgc_horovod.launch.hosts import HostReport, Ssh
-from dgc_horovod.launch.job import MARK, ask
 from dgc_horovod.launch.settings import Job
 from dgc_horovod.planning.cluster import PAYLOAD
 from dgc_horovod.tools import link
@@ -35,52 +34,47 @@ _SAME_EVERYWHERE = (
     ("TensorFlow", ("tensorflow", "tensorflow-cpu"), BAD),
     ("Python", ("python_version",), NOTE),
 )
+# Horovod's variables, each with the value that hinders, and how.
+_HINDERING = (
+    ("HOROVOD_AUTOTUNE", "1", "toggles Horovod's response cache, on which small messages depend"),
+    ("HOROVOD_CACHE_CAPACITY", "0", "turns Horovod's response cache off: every step negotiates every message"),
+)
 _COLUMNS = 100
 _CHILD_SECONDS, _LINK_SECONDS = 120, 60
-_BEGIN = f"""{hosts.OUTSIDE_FOLDER}
-import json
-found = {{}}
-def version(*names):
-    from importlib import metadata
-    for name in names:
-        try: return metadata.version(name)
-        except metadata.PackageNotFoundError: pass
-try:
+_LINK = """
+from dgc_horovod.tools.link import answer
+found["bits"] = answer(sys.argv[1], int(sys.argv[2]), sys.stdin.readline().strip())
 """
-_END = f"""
-except Exception as error:
-    found["error"] = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
-print({MARK!r} + json.dumps(found))
-"""
-# As python -m does it, but for modules of the current folder
-_LINK = f"{hosts.OUTSIDE_FOLDER}\nimport runpy\nrunpy.run_module({link.__name__!r}, run_name='__main__')"
 _PACKAGES = """
-    import importlib.util, pathlib
-    found.update(horovod=version("horovod"), torch=version("torch"), triton=version("triton"))
-    found["tensorflow"] = version("tensorflow", "tensorflow-cpu")
-    spec = importlib.util.find_spec("horovod")
-    record = pathlib.Path(spec.origin).with_name("metadata.json") if spec and spec.origin else None
-    found["built_for"] = json.loads(record.read_text()) if record and record.exists() else {}
-    from dgc_horovod.errors import BackendUnavailable
-    from dgc_horovod.kernels import registry
-    from dgc_horovod.kernels.native import library
-    try: library.load()
-    except BackendUnavailable as error: found["not_native"] = str(error)
-    kernels = registry.choose("cpu")
-    found["kernels"], found["instructions"] = kernels.name, getattr(kernels, "instructions", "")
+import importlib.util, pathlib
+from importlib import metadata
+for name in ("horovod", "torch", "triton", "tensorflow", "tensorflow-cpu"):
+    try: found[name.removesuffix("-cpu")] = metadata.version(name)
+    except metadata.PackageNotFoundError: pass
+spec = importlib.util.find_spec("horovod")
+record = pathlib.Path(spec.origin).with_name("metadata.json") if spec and spec.origin else None
+found["built_for"] = json.loads(record.read_text()) if record and record.exists() else {}
+from dgc_horovod.errors import BackendUnavailable
+from dgc_horovod.kernels import registry
+from dgc_horovod.kernels.native import library
+try: library.load()
+except BackendUnavailable as error: found["not_native"] = str(error)
+kernels = registry.choose("cpu")
+found["kernels"], found["instructions"] = kernels.name, getattr(kernels, "instructions", "")
 """
 _FRAMEWORK = """
-    import importlib
-    framework = importlib.import_module({name!r})
-    found["version"] = framework.__version__
-    if {name!r} == "torch":
-        found.update(cuda_built=framework.version.cuda, cuda=framework.cuda.is_available())
-    horovod = importlib.import_module("horovod." + {name!r})
-    found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, part + "_built")()]
-    if found.get("cuda"):
-        from dgc_horovod.kernels import registry
-        try: found["cuda_kernels"] = registry.choose("cuda:0").name
-        except Exception as error: found["cuda_kernels"] = "none (" + str(error) + ")"
+import importlib
+name = sys.argv[1]
+framework = importlib.import_module(name)
+found["version"] = framework.__version__
+if name == "torch":
+    found.update(cuda_built=framework.version.cuda, cuda=framework.cuda.is_available())
+horovod = importlib.import_module("horovod." + name)
+found["parts"] = [part for part in ("gloo", "mpi", "nccl", "cuda") if getattr(horovod, part + "_built")()]
+if found.get("cuda"):
+    from dgc_horovod.kernels import registry
+    try: found["cuda_kernels"] = registry.choose("cuda:0").name
+    except Exception as error: found["cuda_kernels"] = "none (" + str(error) + ")"
 """
 
 
@@ -111,14 +105,11 @@ class Facts:
 
 def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
     """Judge environment variables, Horovod's and ours, that change how a compressed job runs."""
-    hinder = []
-    if environment.get("HOROVOD_AUTOTUNE") == "1":
-        hinder.append("HOROVOD_AUTOTUNE=1 toggles Horovod's response cache, on which small messages depend")
-    if environment.get("HOROVOD_CACHE_CAPACITY") == "0":
-        hinder.append(
-            "HOROVOD_CACHE_CAPACITY=0 turns Horovod's response cache off: every step negotiates every message"
-        )
-    findings = [Finding(NOTE, text, "unset it") for text in hinder]
+    findings = [
+        Finding(NOTE, f"{name}={value} {effect}", "unset it")
+        for name, value, effect in _HINDERING
+        if environment.get(name) == value
+    ]
     if (enabled := environment.get(envvars.ENABLED.name)) and not envvars.ENABLED.parse(enabled):
         text = f"{envvars.ENABLED.name}={enabled}: no job is activated, whatever else is set"
         findings.append(Finding(NOTE, text, "unset it to compress"))
@@ -288,7 +279,7 @@ def diagnose(slots: str, interpreter: str, ssh: Ssh) -> int:
     facts = _probe(interpreter)
     findings += _say("Horovod", judge_horovod(facts))
     findings += _say("kernels", judge_kernels(facts))
-    reports = hosts.ask(names, interpreter, ssh)
+    reports = hosts.examine(names, interpreter, ssh)
     findings += _say("hosts", judge_hosts(reports))
     fit = {report.host for report in reports if not report.problem}
     links = [_measure(name, interpreter, ssh) for name in remote if name in fit]
@@ -319,20 +310,14 @@ def _say(title: str, findings: list[Finding]) -> list[Finding]:
 
 def _probe(interpreter: str) -> Facts:
     """Examine Horovod, the frameworks and the kernels of this host, each in a child process of its own."""
-    packages = _child(interpreter, _PACKAGES)
+    here = functools.partial(hosts.ask, "localhost", interpreter, ssh=Ssh(), seconds=_CHILD_SECONDS)
+    packages = here(_PACKAGES)
     names = [name for name in ("torch", "tensorflow") if packages.get(name)]
     with ThreadPoolExecutor() as pool:
-        frameworks = pool.map(lambda name: _child(interpreter, _FRAMEWORK.format(name=name)), names)
+        frameworks = pool.map(lambda name: here(_FRAMEWORK, arguments=[name]), names)
         return Facts(interpreter, packages, dict(zip(names, frameworks, strict=True)), shutil.which("mpirun") or "")
 
 
-def _child(interpreter: str, code: str) -> dict[str, Any]:
-    found, problem = ask([interpreter, "-c", _BEGIN + code + _END], _CHILD_SECONDS)
-    return {"error": problem} if found is None else found
-
-
 def _measure(host: str, interpreter: str, ssh: Ssh) -> Link:
-    def run(arguments: Sequence[str], token: str) -> CompletedProcess[str]:
-        return hosts.run_on(host, [interpreter, "-c", _LINK, *arguments], ssh, _LINK_SECONDS, token)
-
-    return link.measure(host, hosts.own_address_towards(host), run)
+    there = functools.partial(hosts.ask, host, interpreter, _LINK, ssh, _LINK_SECONDS)
+    return link.measure(host, hosts.own_address_towards(host), there)

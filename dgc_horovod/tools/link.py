@@ -1,25 +1,20 @@
 """Speed of the link between this host and another: TCP throughput in both directions, and the round-trip time.
 
-The other host runs this file (``python -m dgc_horovod.tools.link ADDRESS PORT``, a token on standard input),
-connects back twice, and takes part in three measurements: echo of single bytes, a stream from here to there, a stream
-from there to here. It needs the standard library only, and every wait has a limit.
+The other host runs `answer`, connects back twice, and takes part in three measurements: echo of single bytes, a stream
+from here to there, a stream from there to here. It needs the standard library only, and every wait has a limit.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from subprocess import CompletedProcess, SubprocessError
-
-from dgc_horovod.launch.job import MARK, marked
+from typing import Any
 
 SECONDS = 1.0  # of each stream
 _UNCOUNTED_SECONDS = 0.25  # at its begin: TCP's slow start, and the first burst of a shaped link
@@ -50,14 +45,15 @@ class Link:
 
 
 def measure(
-    host: str, address: str, run: Callable[[Sequence[str], str], CompletedProcess[str]], patience: float = 20.0
+    host: str, address: str, run: Callable[[Sequence[str], str], dict[str, Any]], patience: float = 20.0
 ) -> Link:
     """Measure the link to `host`; takes about 2.5 s once the program has started there.
 
     Args:
         host: name of the other host, for the result.
         address: IPv4 address of this host that the other one can reach.
-        run: function that runs this file there with these arguments and this token as input, and waits for its end.
+        run: function that runs `answer` there with address and port, and this token as input, and waits for its end;
+            returns its result as ``bits``, or what is wrong as ``error``.
         patience: seconds until the other host must have connected.
     """
     token = secrets.token_hex(_TOKEN_BYTES // 2)
@@ -68,18 +64,11 @@ def measure(
                 round_trip, back = serve(listener, token, patience, there.done)
             except OSError as error:
                 listener.close()  # the other side, if it comes too late, is refused and ends
-                return Link(host, problem=f"{error}{_last_words(there.result())}")
-            found = marked(there.result().stdout)
-            if found is None:
-                raise ValueError(f"the program on that host has ended without a result{_last_words(there.result())}")
-            return Link(host, float(found), back, round_trip)
-    except (OSError, ValueError, SubprocessError) as error:
+                return Link(host, problem=f"{error} ({there.result().get('error', 'no error there')})")
+            found = there.result()
+            return Link(host, found.get("bits", 0.0), back, round_trip, found.get("error", ""))
+    except OSError as error:
         return Link(host, problem=str(error))
-
-
-def _last_words(ended: CompletedProcess[str]) -> str:
-    lines = ended.stderr.strip().splitlines()
-    return f" ({lines[-1]})" if lines else ""
 
 
 def serve(
@@ -196,18 +185,3 @@ def answer(address: str, port: int, token: str) -> float:
         connection.sendall(token.encode())
         _send(connection)
     return there
-
-
-def main(arguments: Sequence[str]) -> int:
-    """``ADDRESS PORT``: take part in a measurement, and print one line with the result."""
-    address, port = arguments
-    try:
-        print(MARK + json.dumps(answer(address, int(port), sys.stdin.readline().strip())))
-    except OSError as error:
-        print(f"{address}:{port}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,14 +5,12 @@ It is made from the flags, the size of a model, and the seconds that this machin
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +21,7 @@ from dgc_horovod.compression import PRESETS
 from dgc_horovod.config import FLAT, HIERARCHICAL, DGCConfig
 from dgc_horovod.core.bucketing import LEAST_DENSITY, TensorSpec
 from dgc_horovod.core.engine import BucketEngine
-from dgc_horovod.errors import ConfigError, shown
+from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import carry
 from dgc_horovod.kernels import registry
 from dgc_horovod.kernels.contract import ErrorFeedback, MomentumCorrection
@@ -35,11 +33,12 @@ from dgc_horovod.stats import size
 from dgc_horovod.wire.bucket import Bucket, Segment
 
 _EXAMPLE = "dgcrun --plan --model-size 25.6M --step-ms 180 --link-gbps 1"
-_LEAST, _MOST = 1e-9, 1e9
+# Results of such numbers are finite
+_POSITIVE = settings.in_range("a number from 1e-9 to 1e9", lambda value: 1e-9 <= value <= 1e9)
+_LATENCY = settings.in_range("a number from 0 to 1e9", lambda value: 0 <= value <= 1e9)
 _SMALL = 0.002  # of the elements are biases and norms: ResNet-50's share
 _LARGEST_TENSOR = 2**30
 _MOST_ELEMENTS, _MOST_TENSORS = 10**12, 1000  # each tensor is priced by every method and number of workers
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _MEASURED_ELEMENTS, _WARM_UP_STEPS, _STEPS, _DECODES, _DIFFERENT_PACKETS = 16 * 2**20, 10, 7, 5, 4
 _FEW, _MANY = 2, 32  # workers whose packets are decoded
 
@@ -58,7 +57,7 @@ def run(args: Namespace, job: Job) -> int:
         raise ConfigError(f"--plan needs --step-ms, --link-gbps and --model-size, e.g. {_EXAMPLE}")
     config = _priced(job)
     envvars.put_into_environment({envvars.BACKEND.name: job.get(envvars.BACKEND)})
-    computing, cluster = _number("--step-ms", args.step_ms) / 1e3, _cluster(args, config)
+    computing, cluster = settings.read("--step-ms", args.step_ms, _POSITIVE) / 1e3, _cluster(args, config)
     elements = parse_size(args.model_size)
     machine = Machine(computing).over_gloo() if args.use_gloo else Machine(computing)
     machine = measured(machine, elements, config)
@@ -94,24 +93,10 @@ def _priced(job: Job) -> DGCConfig:
     return fitted(config)
 
 
-def _number(flag: str, text: str, least: float = _LEAST) -> float:
-    """Return the number of a flag; `least` <= number <= 1e9, so that results are finite.
-
-    Raises:
-        ConfigError: it is no such number.
-    """
-    try:
-        value = settings.number(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= _MOST:
-        raise ConfigError(f"{flag} must be a number from {least:g} to {_MOST:g}, got {text!r}")
-    return value
-
-
 def _cluster(args: Namespace, config: DGCConfig) -> Cluster:
-    latency = _number("--latency-ms", args.latency_ms, least=0.0) / 1e3 if args.latency_ms else Link.latency
-    card = Link(_number("--link-gbps", args.link_gbps) * 1e9, latency)
+    card = Link(settings.read("--link-gbps", args.link_gbps, _POSITIVE) * 1e9)
+    if args.latency_ms:
+        card = replace(card, latency=settings.read("--latency-ms", args.latency_ms, _LATENCY) / 1e3)
     node_size = _node_size(args, config)
     return Cluster(node_size, card, node_size, mpi=bool(args.use_mpi))
 
@@ -129,14 +114,13 @@ def _node_size(args: Namespace, config: DGCConfig) -> int:
     given, nodes = args.workers_per_node, config.node_size if config.may_use_nodes else None
     if not given:
         return nodes or 1
-    if not re.fullmatch(r"0*[1-9]\d{0,8}", given, re.ASCII):
-        raise ConfigError(f"--workers-per-node must be a whole number >= 1, got {shown(given)}")
-    if nodes not in (None, int(given)):
+    workers: int = settings.read("--workers-per-node", given, settings.whole(1))
+    if nodes not in (None, workers):
         raise ConfigError(
-            f"node_size is {nodes}, and a host has {given} workers; a node is priced as all workers of a host, so "
+            f"node_size is {nodes}, and a host has {workers} workers; a node is priced as all workers of a host, so "
             "leave one of the two out"
         )
-    return int(given)
+    return workers
 
 
 def _notes(machine: Machine, elements: int) -> list[str]:
@@ -158,14 +142,11 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: it is no such number, not whole, below 1, or above a million million.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGB]?)", text.strip().upper())
-    size = Decimal(found[1]) * _SIZES[found[2]] if found else Decimal(0)
-    if not 1 <= size <= _MOST_ELEMENTS or size != int(size):
-        raise ConfigError(
-            f"--model-size must be a whole number of elements, from 1 to {_MOST_ELEMENTS // 10**9}B, such as 25.6M, "
-            f"350K, 1.3B or 25557032, got {text!r}"
-        )
-    return int(size)
+    must = f"a whole number of elements, from 1 to {_MOST_ELEMENTS // 10**9}B, such as 25.6M, 350K, 1.3B or 25557032"
+    billions = re.sub("[bB]$", "G", text.strip())
+    kind = settings.Kind("", must, settings.read_size, must, lambda size: 1 <= size <= _MOST_ELEMENTS, int)
+    size: int = settings.read("--model-size", billions, kind)
+    return size
 
 
 def tensors(elements: int, config: DGCConfig) -> list[TensorSpec]:
@@ -301,7 +282,6 @@ def ranges(found: Table) -> list[tuple[int, int, str]]:
     return [(workers[0], workers[-1], name) for name, workers in each]
 
 
-_HEADS = {**{name: name for name in METHODS}, EXCHANGES[3]: "hier.+sharded"}
 _BLOCKS: tuple[tuple[str, Callable[[Cost], float]], ...] = (
     ("time of a step, ms", lambda each: 1e3 * each.step_seconds),
     ("efficiency, % of N times one worker", lambda each: 100 * each.efficiency),
@@ -331,21 +311,13 @@ def _text(found: Table, config: DGCConfig) -> str:
     names = [name for name in METHODS if any(name in costs for costs in found.values())]
     blocks = []
     for title, value in _BLOCKS if config.max_bytes_per_step is None else (*_BLOCKS, _DENSITY):
-        lines = [title, f"{'N':>8}" + "".join(f"{_HEADS[name]:>15}" for name in names)]
+        lines = [title, f"{'N':>8}" + "".join(f"{name.replace('hierarchical+', 'hier.+'):>15}" for name in names)]
         for workers, costs in found.items():
             chosen = best(costs).name
-            cells = [_cell(costs[name], value, name == chosen) for name in names]
+            cells = [f"{_shown(value(costs[name])):>14}{'*' if name == chosen else ' '}" for name in names]
             lines.append(f"{workers:>8,}" + "".join(cells))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _cell(cost: Cost, value: Callable[[Cost], float], chosen: bool) -> str:
-    if value is _DENSITY[1]:
-        shown = f"{value(cost):.3g}" if cost.name in EXCHANGES else ""
-    else:
-        shown = _shown(value(cost))
-    return f"{shown:>14}{'*' if chosen else ' '}"
 
 
 def _budget_of(config: DGCConfig) -> list[str]:

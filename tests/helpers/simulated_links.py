@@ -13,10 +13,11 @@ import functools
 import numpy as np
 
 from dgc_horovod.exchange.contract import ALL, ALLREDUCE, ALLTOALL, BETWEEN, INSIDE, Round
-from dgc_horovod.planning.cluster import CYCLES_WAITED, NEGOTIATION, SIZES, Cluster, Machine, participants
+from dgc_horovod.planning.cluster import CYCLES_WAITED, SIZES, Cluster, Machine, participants
 from dgc_horovod.planning.cost_model import Traffic
 
 Times = np.ndarray  # seconds, float64, one for each worker
+NEGOTIATION = Round("negotiation", ALLREDUCE, "uint8", 64)  # bits of ready tensors, in every cycle of Horovod's loop
 
 
 class Turn:

@@ -167,7 +167,7 @@ def test_wrong_settings_stop_the_import():
     finished = run(
         [sys.executable, "-c", "import horovod.torch"], 60, {"PYTHONPATH": FOLDER, **A_RANK, "DGC_DENSITY": "2"}
     )
-    assert finished.code == 1 and "ConfigError: density must be in (0, 1]" in finished.output
+    assert finished.code == 1 and "ConfigError: environment DGC_DENSITY: density must be in (0, 1]" in finished.output
 
 
 def test_a_file_for_everyone(tmp_path):

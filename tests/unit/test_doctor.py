@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "M", "-3M", "2.5", "0", "0.0001K", "1e6", "12T", "nan", "1,000"])
+@pytest.mark.parametrize("text", ["", "M", "-3M", "2.5", "0", "0.0001K", "12T", "nan", "1,000"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--model-size must be .* got"):
         parse_size(text)
@@ -172,12 +171,10 @@ def test_the_current_folder_is_not_where_its_modules_come_from(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for safe in ("", "1"):
         monkeypatch.setenv("PYTHONSAFEPATH", safe)
-        found = doctor._child(sys.executable, doctor._PACKAGES)
+        found = hosts.ask("localhost", sys.executable, doctor._PACKAGES, Ssh())
         assert found["horovod"] and found["kernels"] and "error" not in found
-        command = [sys.executable, "-c", doctor._LINK, "127.0.0.1", "1"]
-        ended = subprocess.run(command, input="token", capture_output=True, text=True, timeout=60)
-        assert ended.returncode == 1 and "127.0.0.1:1: " in ended.stderr, ended
-        (report,) = hosts.ask(["localhost"], sys.executable, Ssh())
+        assert run_here(["127.0.0.1", "1"], "token")["error"].startswith("ConnectionRefusedError: ")
+        (report,) = hosts.examine(["localhost"], sys.executable, Ssh())
         assert report.problem == ""
     assert not (tmp_path / "canary").exists()
 
@@ -187,8 +184,7 @@ def test_the_current_folder_is_not_where_its_modules_come_from(tmp_path, monkeyp
 
 def run_here(arguments, token):
     assert token not in arguments, "ps would show it"
-    command = [sys.executable, "-c", doctor._LINK, *arguments]
-    return subprocess.run(command, input=token, capture_output=True, text=True, timeout=60)
+    return hosts.ask("localhost", sys.executable, doctor._LINK, Ssh(), 60, arguments, token)
 
 
 def test_the_link_is_really_measured():
@@ -227,6 +223,5 @@ def test_nobody_comes():
     found = link.measure("a", "127.0.0.1", lambda *arguments: time.sleep(1.5) or run_here(*arguments), patience=0.5)
     assert "within 0.5 s" in found.problem and found.there_bits == 0
     assert 1 < time.monotonic() - begin < 30
-    ended = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: gone\n")
-    gone = link.measure("a", "127.0.0.1", lambda *arguments: ended)
+    gone = link.measure("a", "127.0.0.1", lambda *arguments: {"error": "ModuleNotFoundError: gone"})
     assert gone.problem.endswith("has not connected back (ModuleNotFoundError: gone)")

@@ -51,6 +51,7 @@ DENSTY = ["--dgc-densty", "0.1"]
     ("words", "said"),
     [
         (["-np", "1", "--dgc", "--compression", "gaussian", "true"], ["not allowed with"]),
+        (["--show-config", "--plan"], ["--plan: not allowed with argument --show-config"]),
         (["--dgc", "python", "train.py"], ["-np"]),
         (["-np", "2", *DENSTY, "python", "train.py"], ["--dgc-densty", "did you mean --dgc-density"]),
         ([*DENSTY, "-np", "2", "python", "train.py"], ["--dgc-densty", "did you mean --dgc-density"]),

@@ -315,19 +315,19 @@ def test_the_summary_says_how_many_local_steps_were_not_exchanged(counts):
     assert "10 local steps, fewer than local_steps" in outcome.line()
     counts.steps_alone, counts.pending = 9, 0
     counts.end_step()
-    counts.traffic.count(10, 10)
+    counts.traffic.add(sent=10, received=10)
     counts.offered = counts.selected = 100
     assert "not exchanged" not in outcome.line()
     counts.steps_alone, counts.pending = 10, 1
     assert "not exchanged: 1" in outcome.line() and "optimizer.exchange()" in outcome.line()
-    assert outcome.stats()["bytes_dense"] == 4 * 100 * 11
+    assert stats.total(PROCESS.exchanges)["bytes_dense"] == 4 * 100 * 11
 
 
 def test_the_summary_says_where_training_was_not_what_it_looks_like(counts, capsys):
     """80 of 90 steps were skipped, and the last line said "90 steps ... 25x less"; so does a script without dgcrun."""
     counts.offered = counts.selected = 100
     outcome = outcome_of(COMPRESSION="dgc")
-    counts.traffic.count(10, 10)
+    counts.traffic.add(sent=10, received=10)
     for i in range(1000):
         counts.end_step((i, "rank 1, among 'w'") if i < 8 else None)
     at_end._at_exit(os.getpid(), DGCConfig())
@@ -355,7 +355,7 @@ def test_a_script_that_compresses_by_itself_has_a_last_line_too(counts, monkeypa
     at_end._at_exit(os.getpid(), DGCConfig())
     assert "NOT ACTIVE: compression dgc was asked for, but its optimizer has made no step" in capsys.readouterr().err
     counts.end_step()
-    counts.traffic.count(10, 10)
+    counts.traffic.add(sent=10, received=10)
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     at_end._at_exit(os.getpid(), DGCConfig())
     said = capsys.readouterr().err
@@ -367,16 +367,15 @@ def test_the_summary_counts_the_local_steps_of_a_graph_once(counts):
     counts.count_pending = lambda: 3
     outcome = outcome_of(LOCAL_STEPS="7")
     assert "has made 3 local steps" in outcome.line() and "has made 3 local steps" in outcome.line()
-    assert outcome.stats()["bytes_dense"] == 4 * 100 * 3
+    assert stats.total(PROCESS.exchanges)["bytes_dense"] == 4 * 100 * 3
 
 
-def test_the_summary_of_a_run_that_ended_in_its_warmup(counts, monkeypatch):
+def test_the_summary_of_a_run_that_ended_in_its_warmup(counts):
     """It named the density to which nothing had come down."""
     counts.density, counts.offered, counts.selected, counts.density_now = 0.001, 100, 75, 0.25
     counts.end_step()
-    counts.traffic.count(10, 10)
+    counts.traffic.add(sent=10, received=10)
     outcome = outcome_of(COMPRESSION="dgc")
-    monkeypatch.setattr(outcome, "stats", lambda: counts.stats())
     assert "density 0.75 on average (0.25 in the end: the warm-up to 0.001 was not over)" in outcome.line()
     counts.density_now = 0.001
     assert "density 0.75 on average (0.001 in the end)" in outcome.line()

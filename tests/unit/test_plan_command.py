@@ -81,7 +81,7 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
         for line in said.split("density, within the budget\n")[1].split("\n\n")[0].splitlines()
     ]
     assert columns == ["N", "dense", "fp16", "PowerSGD", "flat", "sharded"] and rows[0][0] == "2"
-    densities = [float(row[1]) for row in rows]
+    densities = [float(row[4]) for row in rows]
     assert densities == sorted(densities, reverse=True) and densities[0] > densities[-1] == 0.0001
     assert max(map(len, said.splitlines())) <= 120
 
@@ -90,13 +90,13 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
     ("words", "said"),
     [
         (["--plan"], "--plan needs --step-ms"),
-        ([*PLAN, "--latency-ms", "soon"], r"--latency-ms must be a number from 0 to 1e\+09, got 'soon'"),
+        ([*PLAN, "--latency-ms", "soon"], "--latency-ms must be a number, got 'soon'"),
         ([*PLAN, "--latency-ms", "-1"], "--latency-ms must be a number from 0 "),
-        ([*PLAN, "--step-ms", "inf"], r"--step-ms must be a number from 1e-09 to 1e\+09, got 'inf'"),
-        ([*PLAN, "--step-ms", "nan"], "--step-ms must be a number from 1e-09 "),
-        ([*PLAN, "--step-ms", "0"], "--step-ms must be a number from 1e-09 "),
-        ([*PLAN, "--link-gbps", "1e300"], "--link-gbps must be a number from 1e-09 "),
-        ([*PLAN, "--model-size", "1001B"], "from 1 to 1000B, .* got '1001B'"),
+        ([*PLAN, "--step-ms", "inf"], "--step-ms must be a number, got 'inf'"),
+        ([*PLAN, "--step-ms", "nan"], "--step-ms must be a number, got 'nan'"),
+        ([*PLAN, "--step-ms", "0"], "--step-ms must be a number from 1e-9 to 1e9, got 0.0"),
+        ([*PLAN, "--link-gbps", "1e300"], "--link-gbps must be a number from 1e-9 "),
+        ([*PLAN, "--model-size", "1001B"], "from 1 to 1000B, .* got 1001000000000"),
         ([*PLAN, "--workers-per-node", "0"], "--workers-per-node must be a whole number >= 1"),
         ([*PLAN, "--workers-per-node", "513"], "two nodes of 513 are beyond; --workers-per-node may be at most 512"),
         ([*PLAN, "-H", "a:8,b:8"], "--plan needs no hosts; give the workers of one by --workers-per-node"),
@@ -104,11 +104,11 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
             [*PLAN, "--workers-per-node", "8", "--dgc-exchange", "hierarchical", "--dgc-node-size", "4"],
             "node_size is 4, and a host has 8 workers",
         ),
-        ([*PLAN, "--step-ms", "1_0"], "--step-ms must be a number from 1e-09 .* got '1_0'"),
+        ([*PLAN, "--step-ms", "1_0"], "--step-ms must be a number, got '1_0'"),
         ([*PLAN, "--workers-per-node", "many"], "--workers-per-node must be a whole number"),
         (
             [*PLAN, "--workers-per-node", "9" * 5000],
-            r"--workers-per-node must be a whole number >= 1, got '9{12}\.\.\.9{13}'",
+            r"--workers-per-node must be a whole number below 2\^63, got '9{12}\.\.\.9{13}'",
         ),
         (
             [*PLAN, "--dgc-local-steps", "15"],
@@ -125,7 +125,6 @@ def test_with_a_budget_the_densities_are_shown_that_were_priced(capsys):
         ),
         ([*PLAN, "--report", "x.html"], "--report goes with a job and --show-config; leave it out of --plan"),
         (["--print-env", "--dgc", "--report", "x.html"], "--report goes with a job and --show-config"),
-        (["--show-config", "--plan", "--doctor"], "--show-config, --doctor, --plan do different things"),
     ],
 )
 def test_what_is_missing_or_wrong(words, said):

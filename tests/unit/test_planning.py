@@ -167,19 +167,6 @@ def test_the_table_and_what_to_take():
     assert best(fast[2]).name in (DENSE, FP16)
 
 
-@pytest.mark.parametrize(
-    "bits, latency, message", [(0, 0, 0), (float("inf"), 0, 0), (1e9, -1, 0), (1e9, 0, float("nan"))]
-)
-def test_links_that_are_none(bits, latency, message):
-    with pytest.raises(ConfigError, match="a link's"):
-        Link(bits, latency, message)
-
-
-def test_nodes_that_are_not_full():
-    with pytest.raises(ConfigError, match="do not fill nodes"):
-        Cluster(6, GIGABIT, 4)
-
-
 # -- shapes
 
 

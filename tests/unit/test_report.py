@@ -309,7 +309,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_start(tmp_path, mon
         ("x.jsonl", "none", "would overwrite"), (".", "none", "is a folder"), ("/", "none", "is a folder"),
         ("no/x.html", "none", "no such folder"), ("x" * 999, "none", "too long"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"--report: .*{said}"):
+        with pytest.raises(ConfigError, match=rf"the page .*{said}"):
             command.with_metrics(job_with(metrics), path)
     for variable, source in (({}, r"flag --dgc-metrics-file"), ({"DGC_METRICS_FILE": "m.prom"}, "environment")):
         flags = {"DGC_COMPRESSION": "dgc", **({} if variable else {"DGC_METRICS_FILE": "m.prom"})}

@@ -274,7 +274,7 @@ class HostSteps(HostCalls, Holder):
         if INSIDE in self.transports:
             gradients = run.of_slice(gradients, whole)
             received = 4 * run.engine.bucket.numel * (self.buckets.topology.node_size - 1)
-            self.counts.traffic.count_inside(2 * received if whole else received)
+            self.counts.traffic.add(inside=2 * received if whole else received)
         for i, gradient in enumerate(gradients):
             self.buckets.add_gradient(run.engine, i, gradient)
 
@@ -318,7 +318,7 @@ class HostSteps(HostCalls, Holder):
         data = run.kernels.to_host(data)
         if not data.size:  # at this density there is no such round
             return None
-        self.counts.traffic.waited(time.perf_counter() - self._idle_since)
+        self.counts.traffic.add(waiting=time.perf_counter() - self._idle_since)
         is_packets = run.engine.exchange.rounds[number].dtype == "uint8"
         # the engine reads packets until the next ones come, and their memory is TensorFlow's
         buffer = self.buckets.receive(run.engine, data.copy() if is_packets else data.view(np.float32))

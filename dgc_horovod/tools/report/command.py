@@ -6,7 +6,6 @@ It is checked before a job that the file can be written.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from dgc_horovod.tools.report.figures import Run, read
 from dgc_horovod.tools.report.page import page
 
 _LINES, _PAGES = ".jsonl", (".html", ".htm")
-_EXAMPLE = "name a file, such as report.html"
 
 
 def main() -> int:
@@ -55,19 +53,18 @@ def with_metrics(job: Job, path: str) -> Job:
         raise ConfigError(
             f"{REPORT} shows what compression did, and none was asked for; e.g. dgcrun --dgc {REPORT} ..."
         )
-    given = job.given(envvars.METRICS_FILE)
+    given = job.settings[envvars.METRICS_FILE]
     if given.value and not is_json_lines(given.value):
         raise ConfigError(
             f"{REPORT} is made from JSON lines, and the metrics file is {given.text!r} ({given.source}); give it "
             "another name, or none"
         )
-    try:
-        check(path, given.value or "")
-    except ConfigError as error:
-        raise ConfigError(f"{REPORT}: {error}") from None
+    check(path, given.value or "")
     if given.value:
         return job
-    return job.with_setting(envvars.METRICS_FILE, metrics_beside(path), f"flag {REPORT}")
+    page = Path(path).absolute()  # report.jsonl beside report.html, else PAGE.jsonl
+    beside = page.with_name((page.stem if page.suffix.lower() in _PAGES else page.name) + _LINES)
+    return job.with_setting(envvars.METRICS_FILE, str(beside), f"flag {REPORT}")
 
 
 def write_page(job: Job, path: str, description: dict[str, Any]) -> None:
@@ -97,12 +94,6 @@ def _write(path: str, run: Run) -> None:
     files.write(path, page(run).encode(errors="replace"))
 
 
-def metrics_beside(page: str) -> str:
-    """Return the default metrics file of a page: report.jsonl beside report.html, else PAGE.jsonl."""
-    path = Path(page).absolute()
-    return str(path.with_name((path.stem if path.suffix.lower() in _PAGES else path.name) + _LINES))
-
-
 def check(page: str, metrics: str) -> None:
     """Check that a page can be written.
 
@@ -115,9 +106,6 @@ def check(page: str, metrics: str) -> None:
     """
     path = Path(page).absolute()
     if path.suffix == _LINES or (metrics and path.resolve() == Path(metrics).resolve()):
-        raise ConfigError(f"{page!r} is the name of a metrics file, which the page would overwrite; {_EXAMPLE}")
-    problem = files.problem_with(path)
-    if not (problem or path.exists() or os.access(path.parent, os.W_OK)):
-        problem = "there is no such folder, or no permission to write in it"
-    if problem:
-        raise ConfigError(f"{page!r} cannot be written: {problem}")
+        raise ConfigError(f"the page {page!r} would overwrite a metrics file; name one such as report.html")
+    if problem := files.problem_with(path):
+        raise ConfigError(f"the page {page!r} cannot be written: {problem}")

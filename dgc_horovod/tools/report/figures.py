@@ -133,9 +133,6 @@ def read(path: str) -> list[Run]:
     return runs
 
 
-_SPACE = "\u00a0"  # a space without a line break
-
-
 class Times(NamedTuple):
     """The parts of the time of a step, in seconds; the rest is computing."""
 
@@ -182,38 +179,18 @@ def skips(run: Run) -> list[tuple[float, str]]:
     return [(number({"step": step}, "step"), str(where)) for step, where in pairs]
 
 
-def rates(run: Run, name: str, over: str) -> list[tuple[float, float]]:
-    """Return the growth of a counter between two records over that of another one, with the last step."""
-    found = []
-    for before, now in zip(run.records, run.records[1:], strict=False):
-        grown, units = (number(now, each) - number(before, each) for each in (name, over))
-        if units > 0:
-            found.append((number(now, "steps"), grown / units))
-    return found
-
-
 # -- numbers as people read them
-
-
-def size(nbytes: float) -> str:
-    """Bytes, see `stats.size`."""
-    return stats.size(nbytes).replace(" ", _SPACE)
 
 
 def milliseconds(seconds: float) -> str:
     """Seconds as milliseconds."""
     milli = 1000 * seconds
-    return f"{milli:,.0f}{_SPACE}ms" if abs(milli) >= 10 else f"{milli:.2g}{_SPACE}ms"
+    return f"{milli:,.0f} ms" if abs(milli) >= 10 else f"{milli:.2g} ms"
 
 
 def percent(share: float) -> str:
     """A share of 1."""
     return f"{100 * share:.3g}%"
-
-
-def count(number: float) -> str:
-    """A whole number."""
-    return f"{number:,.0f}"
 
 
 def times_less(more: float, less: float) -> str:

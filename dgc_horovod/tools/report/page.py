@@ -11,8 +11,9 @@ from xml.etree.ElementTree import Element
 
 from dgc_horovod.notices import not_finite
 from dgc_horovod.planning.trial import COMPRESSED, DENSE
+from dgc_horovod.stats import size
 from dgc_horovod.tools.report import figures, plots
-from dgc_horovod.tools.report.figures import Run, count, entries, mapping, milliseconds, number, percent, plain, size
+from dgc_horovod.tools.report.figures import Run, entries, mapping, milliseconds, number, percent, plain
 
 _NO_PLOTS = "There are no plots: matplotlib is not installed here (pip install matplotlib)."
 _NOT_COMPARED = "check_every is 0, or compressed steps too few: uncompressed ones compare no weights."
@@ -46,9 +47,9 @@ def tiles(run: Run) -> list[Tile]:
 
 def _end(run: Run) -> Tile:
     steps, seconds, skipped = (run.number(name) for name in ("steps", "seconds", "skipped"))
-    answer = f"{count(steps)} steps in {seconds:,.0f} s"
+    answer = f"{steps:,.0f} steps in {seconds:,.0f} s"
     if skipped:
-        answer += f", skipped {count(skipped)} of them"
+        answer += f", skipped {skipped:,.0f} of them"
     if run.ended:
         return Tile("The run", answer, "It has come to its end.", LOOK if skipped else GOOD)
     return Tile("The run", answer, "It is running, or was stopped: there is no last record.", LOOK)
@@ -62,7 +63,7 @@ def _choice(run: Run) -> Tile | None:
     timed = {name: seconds for name in _MODES if (seconds := number(told, name)) > 0}
     times = ", ".join(f"{_MODES[name]} {milliseconds(seconds)}" for name, seconds in timed.items())
     more = f"A step, as timed: {times}." if timed else "No times were compared."
-    stock = f"{count(run.number('stock_steps'))} of {count(run.number('steps'))} steps were uncompressed."
+    stock = f"{run.number('stock_steps'):,.0f} of {run.number('steps'):,.0f} steps were uncompressed."
     return Tile("Exchange", _MODES.get(mode, mode), f"{more} {stock}", PLAIN)
 
 
@@ -91,7 +92,7 @@ def _skipped(run: Run) -> Tile:
         stock = run.number("stock_steps")
         more = "Stock Horovod's steps are all applied." if stock else "Every gradient was finite."
         return Tile("Skipped steps", "none", more, PLAIN if stock else GOOD)
-    answer = f"{count(skipped)} of {count(steps)} ({percent(skipped / max(1.0, steps))})"
+    answer = f"{skipped:,.0f} of {steps:,.0f} ({percent(skipped / max(1.0, steps))})"
     first = figures.skips(run)
     more = f"The first: {not_finite(int(first[0][0]), first[0][1])}." if first else ""
     return Tile("Skipped steps", answer, more, LOOK)
@@ -100,11 +101,11 @@ def _skipped(run: Run) -> Tile:
 def _replicas(run: Run) -> Tile:
     made, differed = run.number("replica_checks"), run.number("replica_mismatches")
     if differed:
-        more = f"Of {count(made)} comparisons of weights; the ranks went on with those of the first."
-        return Tile("Replicas", f"differed {count(differed)} times", more, LOOK)
+        more = f"Of {made:,.0f} comparisons of weights; the ranks went on with those of the first."
+        return Tile("Replicas", f"differed {differed:,.0f} times", more, LOOK)
     if not made:
         return Tile("Replicas", "not compared", _NOT_COMPARED, PLAIN)
-    return Tile("Replicas", "all alike", f"Weights were compared {count(made)} times.", GOOD)
+    return Tile("Replicas", "all alike", f"Weights were compared {made:,.0f} times.", GOOD)
 
 
 def _advice(run: Run) -> Tile:
@@ -216,7 +217,7 @@ def _bytes(run: Run) -> list[Element]:
         less = figures.times_less(dense, ours), figures.times_less(dense / 2, ours)
         rows.append([name, size(ours), size(ours / steps), size(dense), less[0], size(dense / 2), less[1]])
     elements, stock = run.number("elements"), run.number("stock_steps")
-    where = f"of the {count(steps - stock)} steps that were compressed" if stock else "over the run"
+    where = f"of the {steps - stock:,.0f} steps that were compressed" if stock else "over the run"
     density = percent(run.number("selected") / elements) if elements else ""
     note = f"Density {where}, warm-up included: {density}. " if elements else ""
     note += "Of one rank, counted as for ring algorithms; small tensors, headers and checks are in it."
@@ -242,9 +243,9 @@ def _buckets(run: Run) -> list[Element]:
     for i, bucket in enumerate(entries(run.last, "buckets", dict)):
         seconds = [number(bucket, f"{part}_seconds") / steps for part in ("compress", "decode", "exchange")]
         rows.append([
-            str(i), count(number(bucket, "elements")), percent(number(bucket, "density")),
+            str(i), f"{number(bucket, 'elements'):,.0f}", percent(number(bucket, "density")),
             size(number(bucket, "bytes")), plain(number(bucket, "threshold")),
-            plain(number(bucket, "residual_norm")), count(number(bucket, "age")), *map(milliseconds, seconds),
+            plain(number(bucket, "residual_norm")), f"{number(bucket, 'age'):,.0f}", *map(milliseconds, seconds),
         ])  # fmt: skip
     head = ["bucket", "elements", "density", "bytes a step", "least sent", "residual norm", "oldest waits, steps",
             "compressing", "decoding", "under way"]  # fmt: skip

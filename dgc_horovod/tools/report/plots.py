@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _INCHES = 4.6, 2.7
 _COLOURS = {"compute": "#4c8dd6", "compress": "#d98a2b", "decode": "#9a78d6", "wait": "#8d949c"}
-_RED, _GREEN = "#dc4b57", "#2f9e6e"
+_RED = "#dc4b57"
 _MOST_POINTS = 300  # of a curve
 _FEW_RANKS = 12  # number of names that fit beside the bars
 _STYLE: dict[Any, Any] = {
@@ -25,6 +26,8 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 Plot = Callable[["Axes", Run], bool]  # draws into axes; returns whether there was anything to draw
+Points = list[tuple[float, float]]
+PointsOf = Callable[[Run], Points]
 
 
 def of_run(run: Run) -> dict[str, str] | None:
@@ -111,68 +114,63 @@ def _waits(axes: Axes, run: Run) -> bool:
     if slowest is None or max(map(len, every.values()), default=0) < 2:
         return False
     for rank, points in every.items():
-        shown = _thinned([(step, 1000 * times.wait) for step, times in points])
-        (line,) = axes.plot(*zip(*shown, strict=True), color=_COLOURS["wait"], linewidth=1)
+        style: dict[str, Any] = {"color": _COLOURS["wait"], "linewidth": 1}
         if rank == slowest.figures["rank"]:
-            line.set(color=_RED, linewidth=2, zorder=3, label=f"rank {rank}, waits least")
+            style = {"color": _RED, "linewidth": 2, "zorder": 3, "label": f"rank {rank}, waits least"}
+        _line(axes, [(step, 1000 * times.wait) for step, times in points], **style)
     axes.set_ylabel("ms waiting a step")
     axes.set_ylim(bottom=0)
     return True
 
 
-def _curves(names: dict[str, str], label: str, logarithmic: bool) -> Plot:
-    """Return a plot of some figures of rank 0: name in the records -> name in the legend."""
+def _lines(label: str, lines: dict[str, PointsOf], scale: str = "log") -> Plot:
+    """Return a plot of lines: name in the legend -> points; `label`: of their axis."""
 
     def draw(axes: Axes, run: Run) -> bool:
-        drawn = False
-        for (name, shown), colour in zip(names.items(), (_COLOURS["compute"], _COLOURS["compress"]), strict=False):
-            points = [(number(r, "steps"), number(r, name)) for r in run.records if number(r, name) > 0]
-            if len(points) > 1:
-                points, drawn = _thinned(points), True
-                axes.plot(*zip(*points, strict=True), color=colour, label=shown, marker=".", markersize=3)
-        axes.set(yscale="log" if logarithmic else "linear", ylabel=label)
-        return drawn
+        drawn = [_line(axes, points_of(run), label=name) for name, points_of in lines.items()]
+        axes.set(yscale=scale, ylabel=label)
+        return any(drawn)
 
     return draw
 
 
-def _rates(names: dict[str, tuple[str | None, str]], over: str, unit: float, label: str) -> Plot:
-    """Return a plot of how much counters of rank 0 grow in units for each growth by 1 of the counter `over`: name in
-    the records -> name in the legend, colour.
-    """
-
-    def draw(axes: Axes, run: Run) -> bool:
-        for name, (shown, colour) in names.items():
-            points = [(step, rate / unit) for step, rate in figures.rates(run, name, over) if rate > 0]
-            if not points:
-                return False
-            points = _thinned([(0, points[0][1]), *points])  # each mean is drawn over all the steps that it covers
-            axes.plot(*zip(*points, strict=True), drawstyle="steps-pre", color=colour, label=shown)
-        axes.set(yscale="log", ylabel=label)
-        return True
-
-    return draw
+def _line(axes: Axes, points: Points, **style: Any) -> bool:
+    """Draw a line through some hundreds of `points`; returns whether there are two of them."""
+    if len(points) < 2:
+        return False
+    shown = points[:: -(-len(points) // _MOST_POINTS)]
+    axes.plot(*zip(*shown, points[-1], strict=True), **style)
+    return True
 
 
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    kept = points[:: -(-len(points) // _MOST_POINTS)]
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+def _figure(name: str) -> PointsOf:
+    """Return the points of a figure of rank 0, where it is above 0."""
+    return lambda run: [(number(r, "steps"), number(r, name)) for r in run.records if number(r, name) > 0]
+
+
+def _rate(name: str, over: str = "steps") -> PointsOf:
+    """Return the growth of a counter of rank 0 for each growth by 1 of the counter `over`, where it is above 0."""
+
+    def points(run: Run) -> Points:
+        found: Points = []
+        for before, now in itertools.pairwise(run.records):
+            grown, units = (number(now, key) - number(before, key) for key in (name, over))
+            if grown > 0 and units > 0:  # the mean is drawn over all the steps that it covers
+                found += [(number(record, "steps"), grown / units) for record in (before, now)]
+        return found
+
+    return points
 
 
 _PLOTS: dict[str, Plot] = {
     "Time of a step, rank by rank": _ranks,
     "Time of a step over the run, mean of the ranks": _steps_in_time,
     "Waiting for the other ranks": _waits,
-    "Bytes of a step": _rates(
-        {"bytes_sent": ("sent", _GREEN), "bytes_dense": ("fp32 would be", _COLOURS["wait"])},
-        "steps",
-        1e6,
-        "MB a step and rank",
+    "Bytes of a step": _lines("bytes", {"sent": _rate("bytes_sent"), "fp32 would be": _rate("bytes_dense")}),
+    "Density": _lines("share of elements sent", {"": _rate("selected", over="elements")}),
+    "Residual norm / gradient norm": _lines("ratio", {"of rank 0": _figure("residual_ratio")}),
+    "Staleness: steps since an element was sent before": _lines(
+        "steps", {"99% are below": _figure("staleness_99"), "mean": _figure("staleness_mean")}
     ),
-    "Density": _rates({"selected": (None, _COLOURS["compute"])}, "elements", 1, "share of elements sent"),
-    "Residual norm / gradient norm": _curves({"residual_ratio": "of rank 0"}, "ratio", True),
-    "Staleness: steps since an element was sent before": _curves(
-        {"staleness_99": "99% are below", "staleness_mean": "mean"}, "steps", True
-    ),
-    "Overlap of the ranks' selections": _curves({"overlap": "of two ranks"}, "overlap", False),
+    "Overlap of the ranks' selections": _lines("overlap", {"of two ranks": _figure("overlap")}, scale="linear"),
 }

@@ -125,7 +125,7 @@ def _compare_densities(exchange: GradientExchange) -> None:
     """
     collectives, epoch = exchange.collectives, exchange.epoch
     own = torch.tensor([exchange.density(), -1 if epoch is None else epoch], dtype=torch.float64)
-    collectives.traffic.count(own.nbytes, (collectives.workers - 1) * own.nbytes)
+    collectives.traffic.add(sent=own.nbytes, received=(collectives.workers - 1) * own.nbytes)
     told = collectives.wait(collectives.alltoall(own.repeat(collectives.workers), "density"))
     firsts: dict[float, str] = {}  # one entry a density, for a short message
     for rank, (theirs, epoch) in enumerate(told.view(-1, 2).tolist()):

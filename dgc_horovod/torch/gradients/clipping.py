@@ -252,7 +252,7 @@ class LocalClipping(StatePart):
         message = np.zeros(MOST, _NORM)
         for i, (what, key) in enumerate(self._told.items()):
             message[i] = what, self.norms[key] ** 2
-        collectives.traffic.count(message.nbytes, (collectives.workers - 1) * message.nbytes)
+        collectives.traffic.add(sent=message.nbytes, received=(collectives.workers - 1) * message.nbytes)
         self._shared = collectives.allgather(torch.from_numpy(message.view(np.uint8)), "clip.norms")
 
     def take(self, collectives: Collectives) -> None:

@@ -88,7 +88,7 @@ class NodeGradientExchange(GradientExchange):
         if scale != 1:
             flat *= scale
         received = flat.nbytes // workers * (workers - 1)
-        self.counts.traffic.count_inside(2 * received if self._whole else received)
+        self.counts.traffic.add(inside=2 * received if self._whole else received)
         if self._whole:
             return self._inside.allreduce(flat, f"{name}.node", averages=True)
         return self._inside.alltoall(flat, f"{name}.slices")
