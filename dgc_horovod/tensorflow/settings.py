@@ -19,11 +19,10 @@ import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
 from horovod.tensorflow.compression import Compression as HorovodCompression
-from horovod.tensorflow.compression import Compressor
 from keras.optimizers import Optimizer
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
+from dgc_horovod.compression import Presets, config_of
 from dgc_horovod.config import AUTO, FIELD_NAMES, DGCConfig, check_predivide, clip_limit
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
@@ -32,16 +31,10 @@ from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of
 _log = logging.getLogger("dgc_horovod")
 
 
-class DGCCompressor(ConfiguredCompressor, Compressor):
-    """See `ConfiguredCompressor`."""
-
-    framework = "tensorflow"
-
-
 class Compression(Presets):
     """The compressions. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
 
-    compressor = DGCCompressor
+    adapter = "tensorflow"
     none = HorovodCompression.none
     fp16 = HorovodCompression.fp16
 
@@ -166,7 +159,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
             "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
         )
     compression, groups = given["compression"], given["groups"]
-    if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
+    if "torch" in f"{getattr(compression, 'adapter', '')}.{getattr(compression, '__module__', '')}".split("."):
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None:

@@ -14,7 +14,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compression as HorovodCompression
-from horovod.torch.compression import Compressor
 from horovod.torch.optimizer import _DistributedOptimizer
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -37,16 +36,10 @@ from dgc_horovod.torch.session.session import Scaler, session_of
 from dgc_horovod.torch.wrapping import checks
 
 
-class DGCCompressor(ConfiguredCompressor, Compressor):
-    """See `ConfiguredCompressor`."""
-
-    framework = "torch"
-
-
 class Compression(Presets):
     """Compression methods. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
 
-    compressor = DGCCompressor
+    adapter = "torch"
     none = HorovodCompression.none
     fp16 = HorovodCompression.fp16
 

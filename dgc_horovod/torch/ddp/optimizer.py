@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,40 +36,11 @@ from dgc_horovod.torch.wrapping import checks
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
 
-class Uncompressed:
-    """DDP's own exchange of gradients.
-
-    Args:
-        name: "none", or "fp16": gradients are sent in half precision.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __repr__(self) -> str:
-        return f"Compression.{self.__name__}"
-
-    def compress(self, tensor: object) -> NoReturn:
-        """Raise UnsupportedUse: DDP does not compress single tensors."""
-        raise UnsupportedUse(f"{self!r} is for register() and DistributedOptimizer of dgc_horovod.torch.ddp only")
-
-    def decompress(self, tensor: object, ctx: object) -> NoReturn:
-        """Raise UnsupportedUse: see `compress`."""
-        self.compress(tensor)
-
-
-class DGCCompressor(ConfiguredCompressor):
-    """See `ConfiguredCompressor`."""
-
-    framework = "torch"
-
-
 class Compression(Presets):
     """Compression methods. ``none`` and ``fp16`` leave the exchange to DDP; the others take any field of DGCConfig."""
 
-    compressor = DGCCompressor
-    none = Uncompressed("none")
-    fp16 = Uncompressed("fp16")
+    adapter = "torch.ddp"
+    none, fp16 = ConfiguredCompressor(adapter, None, "none"), ConfiguredCompressor(adapter, None, "fp16")
 
 
 ANOTHERS_STEP = (
