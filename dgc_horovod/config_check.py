@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -68,14 +68,15 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
-    """Run the checks of a rank that compresses; an error on one rank stops every rank.
+def refused_alike(collectives: Gatherer | None, fields: Mapping[str, str]) -> Iterator[None]:
+    """Run the checks of a rank; an error on one rank stops every rank.
 
     Args:
-        compare: function that compares the ranks' errors, "nothing" or the text of one, and raises RankMismatch.
+        collectives: transport of the ranks; None: they do not compare.
+        fields: texts that must be equal on every rank too, see `check_agreement`.
 
     Raises:
-        RankMismatch: on every rank, if not all have the same error; also if some do not compress.
+        RankMismatch: on every rank, if not all have the same error, or the same `fields`.
     """
     problem: Exception | None = None
     try:
@@ -83,7 +84,8 @@ def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
     except Exception as error:
         problem = error
     try:
-        compare("nothing" if problem is None else _words_of(problem))
+        if collectives is not None:
+            check_agreement(collectives, {"refused": _words_of(problem) if problem else "nothing", **fields})
     except Exception as mismatch:
         raise mismatch from problem
     if problem is not None:

@@ -100,8 +100,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return wrap(optimizer, given, theirs, num_groups=num_groups, groups=groups, **settings)
 
     if config is None:
-        checks.check_same_choice(_comparing(process_set), compression)
-        return stock(compression)
+        with checks.alike(_comparing(process_set), compression):
+            uncompressed = stock(compression)
+        return uncompressed
     try:
         borders = groups if groups is not None else (num_groups or None)
         return _compressing(optimizer, given, config, grad_scaler, groups=borders, **settings)
@@ -118,7 +119,7 @@ def _compressing(
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
-    with checks.alike(_comparing(process_set)), checks.without_a_choice(config.automatic):
+    with checks.alike(_comparing(process_set), may_stay=config.automatic):
         named = checks.checked_names(optimizer, given)
         check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
         checks.check_plain_models(optimizer, named)

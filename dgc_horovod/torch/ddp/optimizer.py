@@ -87,10 +87,10 @@ def register(
     config, bare = config_of(compression), models.unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
-        checks.check_same_choice(ProcessGroupCollectives(group, "choice"), compression)
-        found = models.data_parallel(model)
-        if session_of(optimizer) is not None:
-            raise UnsupportedUse(COMPRESSES)
+        with checks.alike(ProcessGroupCollectives(group, "choice"), compression):
+            found = models.data_parallel(model)
+            if session_of(optimizer) is not None:
+                raise UnsupportedUse(COMPRESSES)
         _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
         return given
     try:
@@ -112,7 +112,7 @@ def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, 
 
 def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
-    with checks.alike(ProcessGroupCollectives(group, "choice")), checks.without_a_choice(may_stay):
+    with checks.alike(ProcessGroupCollectives(group, "choice"), may_stay=may_stay):
         found = models.data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")
