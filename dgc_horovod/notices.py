@@ -160,6 +160,21 @@ def clips_alone(who: str, limit: float, workers: int) -> str:
     )
 
 
+def clips_locally(what: str, limit: float, averages: bool) -> str:
+    """Return the notice on clipping, `what`, by the script or its optimizer, which becomes local clipping."""
+    factor = "sqrt(N)" if averages else "1/sqrt(N)"
+    return (
+        f"{what} clips each rank's own gradient before it is compressed (DGC 3.1), at {factor} times {limit:g}; the "
+        "exchanged update is not clipped. To set another norm, pass clip_norm=c to the compression (dgcrun: "
+        "--dgc-clip-norm c)"
+    )
+
+
+def clips_already(given: float, what: str) -> str:
+    """Return the notice on other clipping, `what`, beside ``clip_norm``, which is `given`."""
+    return f"clip_norm={given:g} of the compression is used; {what} has no effect"
+
+
 def leave_out(counts: ExchangeStats, rank: int, spoilt: str) -> None:
     """Count a local step that this rank skips because its own gradient is not finite; log some of them.
 

@@ -25,7 +25,7 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import Presets, config_of
 from dgc_horovod.config import AUTO, FIELD_NAMES, DGCConfig, check_predivide, clip_limit
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
+from dgc_horovod.notices import NOT_ALL_RANKS, clips_already, clips_locally, tell_stock
 from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of
 
 _log = logging.getLogger("dgc_horovod")
@@ -232,21 +232,14 @@ def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
     if own is None:
         return settings
     kind, limit = own
+    told = f"{kind}={limit:g} of the optimizer"
     if config.clip_norm is not None:
         if own != ("global_clipnorm", config.clip_norm):
-            _tell(
-                settings,
-                f"clip_norm={config.clip_norm:g} of the compression is used; {kind}={limit:g} of the optimizer is not "
-                "applied",
-            )
+            _tell(settings, clips_already(config.clip_norm, told))
         return settings
     _check_ranks_stay(kind)
-    _tell(
-        settings,
-        f"{'in compressed steps ' if config.automatic else ''}{kind}={limit:g} of the optimizer clips each rank's own "
-        f"gradient before it is compressed, at {'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; the "
-        "exchanged update is not clipped",
-    )
+    told = f"in compressed steps {told}" if config.automatic else told
+    _tell(settings, clips_locally(told, limit, settings.averages))
     if kind != "global_clipnorm":
         return settings
     return dataclasses.replace(settings, config=config.replace(clip_norm=limit))

@@ -22,7 +22,7 @@ from dgc_horovod import envvars
 from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.names import replace_everywhere
-from dgc_horovod.notices import tell_stock
+from dgc_horovod.notices import clips_already, tell_stock
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.gradients.exchange import StepInputs
 from dgc_horovod.tensorflow.overrides import UsersClass, not_converted
@@ -235,7 +235,7 @@ def _is_left_out(gradients: Sequence[Any], what: str) -> bool:
             "others together with them"
         )
     if limits:
-        warn_once(f"clip_norm={limits[0]:g} of the compression is used; {what} has no effect")
+        warn_once(clips_already(limits[0], what))
     return bool(limits)
 
 

@@ -14,9 +14,9 @@ import torch
 from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import wrap_everywhere
+from dgc_horovod.notices import clips_already, clips_locally
 from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
-from dgc_horovod.torch.wrapping.steps import clipping_learned, clipping_left_out
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -75,10 +75,12 @@ def _note(session: Session, clip: Clip) -> float | None:
     """Record a call of the script, see `LocalClipping.note`. Return None if torch must clip ``p.grad``."""
     clipping, synchronized = session.exchange.clipping, session.passes.synchronized
     norm = clipping.note(clip)
+    told = f"the script's clipping of gradients to {clip.limit:g}"
     if clipping.given is None:
-        session.tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
+        averages = session.exchange.settings.averages
+        session.tell_once("clipping", clips_locally(f"from the next step on {told}", clip.limit, averages))
     elif clip.limit != clipping.given and not math.isnan(clip.p):
-        session.tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
+        session.tell_once("clipping", clips_already(clipping.given, told))
     if synchronized and not session.may_apply:  # NaN, which the script may look for
         return None
     return _cut(session, clip) if norm is None and synchronized else norm
