@@ -22,12 +22,25 @@ def replace_everywhere(old: object, new: object) -> None:
                 names[name] = new
 
 
-def wrap_everywhere(stock: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function `stock` by ``made(stock)`` in every module that has it, unless that is done already."""
-    if not hasattr(stock, "_dgc_stock"):
-        ours: Any = functools.wraps(stock)(made(stock))
-        ours._dgc_stock = stock
-        replace_everywhere(stock, ours)
+def put_around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Return a decorator: the function takes the place of `name` of a class or object, or of a module and all others.
+
+    It gets the stock function as its first argument, then the arguments of the call.
+    """
+
+    def put(ours: Callable[..., Any]) -> None:
+        stock = getattr(owner, name)
+
+        @functools.wraps(stock)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return ours(stock, *args, **kwargs)
+
+        if isinstance(owner, ModuleType):
+            replace_everywhere(stock, around)
+        else:
+            setattr(owner, name, around)
+
+    return put
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ a stock one. It takes over the user's optimizer as it is: variables, slots, iter
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.names import put_around
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.local_steps import LocalSteps
 from dgc_horovod.tensorflow.overrides import AgreedScaling, LocalOverrides, Overrides
@@ -121,7 +121,7 @@ def set_right(model: keras.Model, explicit: bool = False) -> None:
         if explicit:
             warnings.warn(
                 "jit_compile=True is ignored: no Horovod operation runs inside XLA, which a DistributedOptimizer needs",
-                stacklevel=3,
+                stacklevel=4,
             )
         model.jit_compile = False
 
@@ -223,14 +223,8 @@ def _accumulate(optimizer: Optimizer, passes: int) -> None:
         object.__setattr__(optimizer, "_accumulated_gradients", accumulators)
 
 
-_stock_compile = Trainer.compile
-
-
-@functools.wraps(_stock_compile)
-def _compile(self: Trainer, *args: object, **kwargs: object) -> None:
-    _stock_compile(self, *args, **kwargs)
-    set_right(self, kwargs.get("jit_compile") is True)
-
-
 # before a script evaluates model.compile(...), which may make the optimizer in its arguments
-Trainer.compile = _compile
+@put_around(Trainer, "compile")
+def _compile(stock: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
+    stock(model, *args, **kwargs)
+    set_right(model, kwargs.get("jit_compile") is True)

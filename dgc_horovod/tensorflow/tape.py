@@ -281,11 +281,8 @@ def _apply_scaled(
     _stock_scaled(self, grads, *args, **kwargs)
 
 
-def _install() -> None:
-    for stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
-        replace_everywhere(stock, not_converted(_of_a_script(stock)))
-    BaseOptimizer._clip_gradients = _clip_gradients
-    keras.optimizers.LossScaleOptimizer.apply = _apply_scaled
-
-
-_install()  # before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments
+# before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments
+for _stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
+    replace_everywhere(_stock, not_converted(_of_a_script(_stock)))
+BaseOptimizer._clip_gradients = _clip_gradients
+keras.optimizers.LossScaleOptimizer.apply = _apply_scaled

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from typing import Any, NoReturn, SupportsInt
@@ -13,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dgc_horovod.config import DGCConfig
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.names import put_around
 from dgc_horovod.planning.trial import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
@@ -190,20 +190,13 @@ def _whole(epoch: SupportsInt) -> int:
     raise ConfigError(f"the epoch must be a whole number, got {epoch!r}")
 
 
-def _watch_epochs() -> None:
-    """Report the epoch of every ``set_epoch`` call to sessions whose warm-up needs it, from now on."""
-    stock = DistributedSampler.set_epoch
-    if hasattr(stock, "__wrapped__"):
-        return
-
-    @functools.wraps(stock)
-    def tell(self: DistributedSampler[object], epoch: int) -> None:
-        stock(self, epoch)
-        for session in all_alive():
-            if session.config.warmup is not None and session.config.warmup.needs_epoch:
-                session.exchange.epoch = _whole(epoch)
-
-    DistributedSampler.set_epoch = tell  # type: ignore[method-assign]
+@put_around(DistributedSampler, "set_epoch")
+def _tell_epoch(stock: Callable[..., None], sampler: DistributedSampler[object], epoch: int) -> None:
+    """Report the epoch to sessions whose warm-up needs it."""
+    stock(sampler, epoch)
+    for session in all_alive():
+        if session.config.warmup is not None and session.config.warmup.needs_epoch:
+            session.exchange.epoch = _whole(epoch)
 
 
 def made_class(user_class: type, overrides: type, below: Mapping[str, Any], module: str) -> type:
@@ -269,6 +262,5 @@ def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
     clip_calls.watch()
-    _watch_epochs()
     optimizer._dgc = Session(optimizer, carrier, kind, scaler)
     optimizer._dgc.start()

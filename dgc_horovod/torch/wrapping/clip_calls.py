@@ -5,6 +5,7 @@ For gradients that no optimizer of ours exchanges these functions are unchanged.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -13,44 +14,40 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from dgc_horovod.names import wrap_everywhere
+from dgc_horovod.names import put_around
 from dgc_horovod.notices import clips_already, clips_locally
 from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
 
-_NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
-
+@functools.cache
 def watch() -> None:
     """Report calls that clip gradients to the compressed optimizer of the parameters, from now on."""
-    for name in _NAMES:
-        wrap_everywhere(getattr(clip_grad, name), _seen)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        put_around(clip_grad, name)(_clip)
 
 
-def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
-
-    def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        arguments = signature.bind(parameters, *args, **kwargs)
-        arguments.apply_defaults()
-        given = arguments.arguments
-        limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
-        p = float(given["norm_type"]) if "norm_type" in given else ELEMENTS
-        norms, left = _tell(parameters, limit, p)
-        if not norms:
-            try:
-                return stock(parameters, *args, **kwargs)
-            finally:
-                for session in live():  # torch's function has just changed its gradients: no notice to the script
-                    if any(x in session.exchange.names for x in parameters):
-                        session.watch.look_again()
-        rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
-        if math.isnan(p):
-            return None
-        return _as_tensor(total_norm([*norms, *([] if rest is None else [float(rest)])], p), parameters)
-
-    return clip
+def _clip(
+    stock: Callable[..., Any], parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object
+) -> Any:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    arguments = inspect.signature(stock).bind(parameters, *args, **kwargs)
+    arguments.apply_defaults()
+    given = arguments.arguments
+    limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
+    p = float(given["norm_type"]) if "norm_type" in given else ELEMENTS
+    norms, left = _tell(parameters, limit, p)
+    if not norms:
+        try:
+            return stock(parameters, *args, **kwargs)
+        finally:
+            for session in live():  # torch's function has just changed its gradients: no notice to the script
+                if any(x in session.exchange.names for x in parameters):
+                    session.watch.look_again()
+    rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
+    if math.isnan(p):
+        return None
+    return _as_tensor(total_norm([*norms, *([] if rest is None else [float(rest)])], p), parameters)
 
 
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
