@@ -58,6 +58,7 @@ OF_A_TAPE = (
     "; a tape applies nothing: it returns NaN, on every rank, and the script must skip the step "
     "(tf.math.is_finite), otherwise the weights become NaN"
 )
+AUTO_IN_ELASTIC = "under Horovod Elastic the number of ranks changes, but auto measures for one number"
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 

@@ -71,7 +71,6 @@ class Distribution:
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
         self.run_steps: int | None = None  # of the whole run, if Keras' fit knows it
-        self._takes_part: bool | None = None
         self._sets: dict[_SetKey, VariableSet] = {}
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
         self._frozen: set[Key] = set()
@@ -81,9 +80,7 @@ class Distribution:
     @property
     def takes_part(self) -> bool:
         """Whether this rank is in the process set."""
-        if self._takes_part is None or envvars.horovod_elastic():
-            self._takes_part = self.settings.process_set.included()  # None: Horovod does not know the set yet
-        return bool(self._takes_part)
+        return bool(self.settings.process_set.included())
 
     @property
     def compresses(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.optimizers import Optimizer
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
@@ -22,6 +21,7 @@ from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.names import put_around
+from dgc_horovod.settings import check_whole
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.local_steps import LocalSteps
 from dgc_horovod.tensorflow.overrides import AgreedScaling, LocalOverrides, Overrides
@@ -88,17 +88,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"optimizer must be a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
             f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and of Keras 2 (tf_keras) are not supported"
         )
-    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if is_distributed(optimizer) or is_distributed(inner) or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
         raise UnsupportedUse("this optimizer is already a DistributedOptimizer; wrap the Keras optimizer itself")
-    if hasattr(optimizer, "_allreduce_grads"):
-        raise UnsupportedUse("this is Horovod's own DistributedOptimizer; wrap the Keras optimizer itself")
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"the second argument is name, a text, got {name!r}; pass the compression as compression=...")
-    passes = backward_passes_per_step
-    if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
+    check_whole("backward_passes_per_step", backward_passes_per_step, 1)
     settings = make_settings(locals())
-    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
+    return _distribute(optimizer, settings, int(backward_passes_per_step), average_aggregated_gradients)
 
 
 def is_distributed(optimizer: object) -> bool:

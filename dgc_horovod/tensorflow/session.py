@@ -28,6 +28,7 @@ from dgc_horovod.tensorflow.variables import (
     Key,
     VariableSet,
     is_frozen,
+    is_of_tape,
     key_of,
     native,
     scaled,
@@ -104,6 +105,11 @@ class Session(base.Session[keras.optimizers.Optimizer]):
     def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None, own: Own) -> None:
         """Run ``apply`` of the optimizer with the exchange of the strategy."""
         grads = list(grads)
+        if any(map(is_of_tape, grads)):
+            raise UnsupportedUse(
+                "gradients of a DistributedGradientTape are given to a DistributedOptimizer, which would exchange and "
+                "compress them a second time; use one of the two"
+            )
         given = None if trainable_variables is None else list(trainable_variables)
         known = self.optimizer._trainable_variables if given is None else given
         if not self.distribution.takes_part or len(known) != len(grads) or not known:

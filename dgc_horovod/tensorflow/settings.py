@@ -25,7 +25,7 @@ from dgc_horovod import __version__, envvars
 from dgc_horovod.compression import Presets, config_of
 from dgc_horovod.config import AUTO, FIELD_NAMES, DGCConfig, check_predivide, clip_limit
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import NOT_ALL_RANKS, clips_already, clips_locally, tell_stock
+from dgc_horovod.notices import AUTO_IN_ELASTIC, NOT_ALL_RANKS, clips_already, clips_locally, tell_stock
 from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of
 
 _log = logging.getLogger("dgc_horovod")
@@ -172,8 +172,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
     if config is not None and config.strategy not in ("", AUTO, "local"):
         raise UnsupportedUse(f"{config.strategy} is for PyTorch; choose another compression")
     if config is not None and config.automatic and envvars.horovod_elastic():
-        why = "under Horovod Elastic the number of ranks changes, and auto measures for one number only"
-        settings, config = settings.as_stock(why), None
+        settings, config = settings.as_stock(AUTO_IN_ELASTIC), None
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others are not supported under Keras 3")
     check_predivide(settings.gradient_predivide_factor, settings.averages)

@@ -23,7 +23,7 @@ from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.files import AnyPath
-from dgc_horovod.notices import tell_stock
+from dgc_horovod.notices import AUTO_IN_ELASTIC, tell_stock
 from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
@@ -121,10 +121,16 @@ def _compressing(
     op, process_set = settings["op"], settings["process_set"]
     with checks.alike(_comparing(process_set), may_stay=config.automatic):
         named = checks.checked_names(optimizer, given)
-        check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
+        if op not in (hvd.Average, hvd.Sum):
+            raise UnsupportedUse(
+                "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
+                "compression=Compression.none, under dgcrun --compression none"
+            )
+        check_predivide(settings["gradient_predivide_factor"], op == hvd.Average)
+        check_whole("backward_passes_per_step", settings["backward_passes_per_step"], 1)
         checks.check_plain_models(optimizer, named)
         if config.automatic and envvars.horovod_elastic():
-            raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
+            raise UnsupportedUse(AUTO_IN_ELASTIC)
         if config.automatic and any(needs_host(p) for _, p in named):
             raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
         records = process_set.included() and hvd.rank() == 0
@@ -141,17 +147,6 @@ def _comparing(process_set: hvd.ProcessSet) -> HorovodCollectives | None:
     """Return a transport to compare choices; None under Elastic: there a newcomer wraps while others wait in sync."""
     compares = process_set.included() and not envvars.horovod_elastic()
     return HorovodCollectives(process_set, "choice") if compares else None
-
-
-def check_arguments(op: int, predivide: float, passes: int) -> None:
-    """Raise ConfigError or UnsupportedUse for arguments that compression does not support."""
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedUse(
-            "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
-            "compression=Compression.none, under dgcrun --compression none"
-        )
-    check_predivide(predivide, op == hvd.Average)
-    check_whole("backward_passes_per_step", passes, 1)
 
 
 def _adopt(optimizer: Optimizer, named: checks.Named, overrides: type, **settings: Any) -> Any:

@@ -42,7 +42,8 @@ class Overrides:
 
     def zero_grad(self, *args: object, **kwargs: object) -> None:
         """As torch's; raises UnsupportedUse between backward and step, while gradients are exchanged."""
-        self._dgc.zero_grad(*args, **kwargs)
+        self._dgc.strategy.clear_gradients()
+        self._dgc.own("zero_grad")(*args, **kwargs)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 
 from dgc_horovod.names import put_around
 from dgc_horovod.notices import clips_already, clips_locally
-from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
+from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, limit_norm, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
 
 
@@ -84,10 +84,20 @@ def _note(session: Session, clip: Clip) -> float | None:
 
 
 def _cut(session: Session, clip: Clip) -> float:
-    """Clip the updates of this step at the script's first call, except updates that are Adam's directions."""
+    """Clip the updates of this step at the script's first call, except updates that are Adam's directions.
+
+    Returns:
+        The norm before clipping; 0 for elements.
+    """
     sends_directions = session.update.arithmetic.has_second and not session.update.dense
-    steps = set(session.exchange.sparse if sends_directions else ())
-    norm = session.exchange.clipping.cut(clip, steps)
+    steps = session.exchange.sparse if sends_directions else {}
+    grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
+    norm = 0.0
+    if not math.isnan(clip.p):
+        norm = limit_norm(grads, clip.limit, clip.p)
+    else:
+        for grad in grads:
+            grad.clamp_(-clip.limit, clip.limit)
     session.watch.look_again()
     return norm
 
