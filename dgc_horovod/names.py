@@ -23,22 +23,24 @@ def replace_everywhere(old: object, new: object) -> None:
 
 
 def put_around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Return a decorator: the function takes the place of `name` of a class or object, or of a module and all others.
+    """Return a decorator: the function takes the place of `name` of a class or object, or of a module and every other.
 
-    It gets the stock function as its first argument, then the arguments of the call.
+    It gets the stock function as its first argument, then the arguments of the call. A second time changes nothing.
     """
 
     def put(ours: Callable[..., Any]) -> None:
         stock = getattr(owner, name)
+        if getattr(stock, "_dgc_ours", None) is ours:
+            return
 
         @functools.wraps(stock)
         def around(*args: Any, **kwargs: Any) -> Any:
             return ours(stock, *args, **kwargs)
 
+        vars(around)["_dgc_ours"] = ours
+        setattr(owner, name, around)
         if isinstance(owner, ModuleType):
             replace_everywhere(stock, around)
-        else:
-            setattr(owner, name, around)
 
     return put
 

@@ -5,7 +5,6 @@ For gradients that no optimizer of ours exchanges these functions are unchanged.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -20,7 +19,6 @@ from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, limit_norm, tot
 from dgc_horovod.torch.session.session import Session, all_alive, live
 
 
-@functools.cache
 def watch() -> None:
     """Report calls that clip gradients to the compressed optimizer of the parameters, from now on."""
     for name in ("clip_grad_norm_", "clip_grad_value_"):
