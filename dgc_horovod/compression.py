@@ -33,26 +33,29 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class ConfiguredCompressor:
-    """A configured compression, for dgc_horovod's own ``DistributedOptimizer`` only.
+    """A choice of a compression, for dgc_horovod's own ``DistributedOptimizer`` only.
 
     Horovod's own optimizer can hand a compressor one tensor without its name or state; that cannot carry
     a residual, so there it raises on the first step instead of training uncompressed.
+
+    Args:
+        adapter: module of dgc_horovod that it is for, such as "torch".
+        config: settings of the compression; None: the framework exchanges gradients itself.
+        name: name of a choice without settings.
     """
 
-    framework = ""  # "torch" or "tensorflow", for the message
-
-    def __init__(self, config: DGCConfig) -> None:
-        self.config = config
+    def __init__(self, adapter: str, config: DGCConfig | None, name: str = "") -> None:
+        self.adapter, self.config, self.__name__ = adapter, config, name
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config})"
+        return f"Compression({self.config})" if self.config is not None else f"Compression.{self.__name__}"
 
     def compress(self, tensor: object) -> Any:
         """Raises UnsupportedUse: see the class."""
         raise UnsupportedUse(
-            f"this compression was given to horovod.{self.framework}'s own optimizer or function, which cannot run it; "
-            f"use `from dgc_horovod.{self.framework} import DistributedOptimizer` in the script, or launch the "
-            "unchanged script with dgcrun"
+            "this compression was given to an optimizer or function of Horovod's own, which cannot run it; use "
+            f"`from dgc_horovod.{self.adapter} import DistributedOptimizer` in the script, or launch the unchanged "
+            "script with dgcrun"
         )
 
     def decompress(self, tensor: object, ctx: object) -> Any:
@@ -61,9 +64,9 @@ class ConfiguredCompressor:
 
 
 class Presets:
-    """The presets: each takes any field of DGCConfig as keyword. An adapter adds Horovod's compressors."""
+    """The presets: each takes any field of DGCConfig as keyword. An adapter adds the choices without compression."""
 
-    compressor: type[ConfiguredCompressor]
+    adapter = ""  # see `ConfiguredCompressor`
 
     @classmethod
     def dgc(cls, density: float = DGCConfig.density, **fields: object) -> Any:
@@ -153,7 +156,7 @@ class Presets:
     def _preset(cls, name: str, **fields: object) -> Any:
         check_field_names(fields)
         given: dict[str, Any] = {**PRESETS[name], **fields}
-        return cls.compressor(DGCConfig(**given))
+        return ConfiguredCompressor(cls.adapter, DGCConfig(**given))
 
 
 def method_of(config: DGCConfig) -> str:

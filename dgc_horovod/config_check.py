@@ -69,13 +69,8 @@ def check_agreement(collectives: Gatherer, fields: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
-    """Run the checks of a rank that compresses; an error on one rank stops every rank.
-
-    Args:
-        compare: function that compares the ranks' errors, "nothing" or the text of one; it raises RankMismatch on every
-            rank if not all have the same error, also if some do not compress.
-    """
+def _compared(compare: Callable[[str], None]) -> Iterator[None]:
+    """Run something, then call `compare` on every rank with "nothing" or the text of this rank's error."""
     problem: Exception | None = None
     try:
         yield
@@ -87,6 +82,24 @@ def refused_alike(compare: Callable[[str], None]) -> Iterator[None]:
         raise mismatch from problem  # the reason why others are missing, if it is that they are
     if problem is not None:
         raise problem
+
+
+def refused_alike(collectives: Gatherer | None, fields: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Run the checks of a rank; an error on one rank stops every rank.
+
+    Args:
+        collectives: transport of the ranks; None: they do not compare.
+        fields: texts that must be equal on every rank too, see `check_agreement`.
+
+    Raises:
+        RankMismatch: on every rank, if not all have the same error, or the same `fields`.
+    """
+
+    def compare(own: str) -> None:
+        if collectives is not None:
+            check_agreement(collectives, {"refused": own, **fields})
+
+    return _compared(compare)
 
 
 def together(collectives: Gatherer, what: str) -> AbstractContextManager[None]:
@@ -106,7 +119,7 @@ def together(collectives: Gatherer, what: str) -> AbstractContextManager[None]:
         if failed:
             raise CheckpointError(f"{what} failed; " + "; ".join(failed))
 
-    return refused_alike(compare)
+    return _compared(compare)
 
 
 def shared_from(collectives: Gatherer, data: bytes, name: str, root: int = 0) -> bytes:

@@ -26,12 +26,27 @@ def replace_everywhere(old: object, new: object, package: str = "") -> None:
                 names[name] = new
 
 
-def wrap_everywhere(stock: Callable[..., Any], made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function `stock` by ``made(stock)`` in every module that has it, unless that is done already."""
-    if not hasattr(stock, "_dgc_stock"):
-        ours: Any = functools.wraps(stock)(made(stock))
-        ours._dgc_stock = stock
-        replace_everywhere(stock, ours)
+def put_around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Return a decorator: the function takes the place of `name` of a class or object, or of a module and every other.
+
+    It gets the stock function as its first argument, then the arguments of the call. A second time changes nothing.
+    """
+
+    def put(ours: Callable[..., Any]) -> None:
+        stock = getattr(owner, name)
+        if getattr(stock, "_dgc_ours", None) is ours:
+            return
+
+        @functools.wraps(stock)
+        def around(*args: Any, **kwargs: Any) -> Any:
+            return ours(stock, *args, **kwargs)
+
+        vars(around)["_dgc_ours"] = ours
+        setattr(owner, name, around)
+        if isinstance(owner, ModuleType):
+            replace_everywhere(stock, around)
+
+    return put
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ OF_A_TAPE = (
     "; a tape applies nothing: it returns NaN, on every rank, and the script must skip the step "
     "(tf.math.is_finite), otherwise the weights become NaN"
 )
+AUTO_IN_ELASTIC = "under Horovod Elastic the number of ranks changes, but auto measures for one number"
 NOT_ALL_RANKS = "under Horovod Elastic an optimizer works with all ranks; leave process_set out"
 
 
@@ -157,6 +158,21 @@ def clips_alone(who: str, limit: float, workers: int) -> str:
         f"limit of {limit:g} in dense training corresponds to sqrt(N)*{limit:g} = "
         f"{math.sqrt(workers) * limit:.3g} here (docs/internet.md#steps)"
     )
+
+
+def clips_locally(what: str, limit: float, averages: bool) -> str:
+    """Return the notice on clipping, `what`, by the script or its optimizer, which becomes local clipping."""
+    factor = "sqrt(N)" if averages else "1/sqrt(N)"
+    return (
+        f"{what} clips each rank's own gradient before it is compressed (DGC 3.1), at {factor} times {limit:g}; the "
+        "exchanged update is not clipped. To set another norm, pass clip_norm=c to the compression (dgcrun: "
+        "--dgc-clip-norm c)"
+    )
+
+
+def clips_already(given: float, what: str) -> str:
+    """Return the notice on other clipping, `what`, beside ``clip_norm``, which is `given`."""
+    return f"clip_norm={given:g} of the compression is used; {what} has no effect"
 
 
 def leave_out(counts: ExchangeStats, rank: int, spoilt: str) -> None:

@@ -14,7 +14,7 @@ from horovod.tensorflow.functions import broadcast_object
 
 from dgc_horovod import envvars
 from dgc_horovod.config import DGCConfig
-from dgc_horovod.config_check import check_agreement, refused_alike, unique_tag
+from dgc_horovod.config_check import refused_alike, unique_tag
 from dgc_horovod.core.bucketing import HOST_SPEED, TensorSpec
 from dgc_horovod.core.nodes import Launched, agree
 from dgc_horovod.errors import UnsupportedUse
@@ -71,7 +71,6 @@ class Distribution:
         self.broadcast_follows = False  # weights may still differ at the first step
         self._epochs_begun = 0
         self.run_steps: int | None = None  # of the whole run, if Keras' fit knows it
-        self._takes_part: bool | None = None
         self._sets: dict[_SetKey, VariableSet] = {}
         self._known: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()  # variables of all sets
         self._frozen: set[Key] = set()
@@ -81,9 +80,7 @@ class Distribution:
     @property
     def takes_part(self) -> bool:
         """Whether this rank is in the process set."""
-        if self._takes_part is None or envvars.horovod_elastic():
-            self._takes_part = self.settings.process_set.included()  # None: Horovod does not know the set yet
-        return bool(self._takes_part)
+        return bool(self.settings.process_set.included())
 
     @property
     def compresses(self) -> bool:
@@ -178,14 +175,9 @@ class Distribution:
         self, sources: Sequence[Source], gradients: Sequence[Gradient], local: Sequence[bool], number: int
     ) -> VariableSet:
         kinds = [kind_of(gradient) for gradient in gradients]
+        # under Elastic a newcomer makes its exchange while the others wait for its state
         start, alone = Collectives(self.settings.process_set, "start"), envvars.horovod_elastic()
-        fields = self._agreed_fields(sources, local, number)
-
-        def compare(refused: str) -> None:
-            if not alone:  # under Elastic a newcomer makes its exchange while the others wait for its state
-                check_agreement(start, {"refused": refused, **fields})
-
-        with refused_alike(compare):
+        with refused_alike(None if alone else start, self._agreed_fields(sources, local, number)):
             for source in sources:
                 refuse_what_cannot_be_sent(source)
             if self.settings.config is not None and hvd.rank() == 0:

@@ -6,7 +6,6 @@ a stock one. It takes over the user's optimizer as it is: variables, slots, iter
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,13 +14,14 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.optimizers import Optimizer
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.trainers.trainer import Trainer
 
 from dgc_horovod.errors import ConfigError, UnsupportedUse
+from dgc_horovod.names import put_around
+from dgc_horovod.settings import check_whole
 from dgc_horovod.tensorflow.distribution import Distribution
 from dgc_horovod.tensorflow.local_steps import LocalSteps
 from dgc_horovod.tensorflow.overrides import AgreedScaling, LocalOverrides, Overrides
@@ -88,17 +88,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"optimizer must be a Keras 3 optimizer (keras.optimizers), got {type(optimizer).__module__}."
             f"{type(optimizer).__name__}; optimizers of TensorFlow 1 and of Keras 2 (tf_keras) are not supported"
         )
-    if is_distributed(optimizer) or is_distributed(getattr(optimizer, "inner_optimizer", None)):
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if is_distributed(optimizer) or is_distributed(inner) or hasattr(optimizer, "_allreduce_grads"):  # Horovod's own
         raise UnsupportedUse("this optimizer is already a DistributedOptimizer; wrap the Keras optimizer itself")
-    if hasattr(optimizer, "_allreduce_grads"):
-        raise UnsupportedUse("this is Horovod's own DistributedOptimizer; wrap the Keras optimizer itself")
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"the second argument is name, a text, got {name!r}; pass the compression as compression=...")
-    passes = backward_passes_per_step
-    if not isinstance(passes, (int, np.integer)) or isinstance(passes, bool) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be a whole number >= 1, got {passes!r}")
+    check_whole("backward_passes_per_step", backward_passes_per_step, 1)
     settings = make_settings(locals())
-    return _distribute(optimizer, settings, int(passes), average_aggregated_gradients)
+    return _distribute(optimizer, settings, int(backward_passes_per_step), average_aggregated_gradients)
 
 
 def is_distributed(optimizer: object) -> bool:
@@ -121,7 +118,7 @@ def set_right(model: keras.Model, explicit: bool = False) -> None:
         if explicit:
             warnings.warn(
                 "jit_compile=True is ignored: no Horovod operation runs inside XLA, which a DistributedOptimizer needs",
-                stacklevel=3,
+                stacklevel=4,
             )
         model.jit_compile = False
 
@@ -223,14 +220,8 @@ def _accumulate(optimizer: Optimizer, passes: int) -> None:
         object.__setattr__(optimizer, "_accumulated_gradients", accumulators)
 
 
-_stock_compile = Trainer.compile
-
-
-@functools.wraps(_stock_compile)
-def _compile(self: Trainer, *args: object, **kwargs: object) -> None:
-    _stock_compile(self, *args, **kwargs)
-    set_right(self, kwargs.get("jit_compile") is True)
-
-
 # before a script evaluates model.compile(...), which may make the optimizer in its arguments
-Trainer.compile = _compile
+@put_around(Trainer, "compile")
+def _compile(stock: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
+    stock(model, *args, **kwargs)
+    set_right(model, kwargs.get("jit_compile") is True)

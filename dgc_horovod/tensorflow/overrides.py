@@ -14,7 +14,7 @@ from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.state.residual_state import ResidualState
 from dgc_horovod.tensorflow.session import Session, flush
 from dgc_horovod.tensorflow.settings import CLIPPINGS, check_change
-from dgc_horovod.tensorflow.variables import Gradient, is_of_tape, keys_of, native
+from dgc_horovod.tensorflow.variables import Gradient, keys_of, native
 
 # AutoGraph would rewrite these methods when a tf.function of the user calls them.
 not_converted: Any = tf.autograph.experimental.do_not_convert
@@ -121,12 +121,6 @@ class Overrides(Methods):
     @not_converted
     def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None = None) -> None:
         """Apply the gradients of all ranks; with local steps those of this rank, then perhaps an exchange."""
-        grads = list(grads)
-        if any(map(is_of_tape, grads)):
-            raise UnsupportedUse(
-                "gradients of a DistributedGradientTape are given to a DistributedOptimizer, which would exchange and "
-                "compress them a second time; use one of the two"
-            )
         self._dgc.apply(grads, trainable_variables, super().apply)
 
     def _clip_gradients(self, grads: Sequence[Gradient]) -> list[Gradient]:

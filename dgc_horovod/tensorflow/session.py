@@ -15,6 +15,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from dgc_horovod.errors import CollectiveTimeout, UnsupportedUse
+from dgc_horovod.names import put_around
 from dgc_horovod.notices import JOINED
 from dgc_horovod.session import base
 from dgc_horovod.state.residual_state import RESIDUAL, SECOND
@@ -27,6 +28,7 @@ from dgc_horovod.tensorflow.variables import (
     Key,
     VariableSet,
     is_frozen,
+    is_of_tape,
     key_of,
     native,
     scaled,
@@ -103,6 +105,11 @@ class Session(base.Session[keras.optimizers.Optimizer]):
     def apply(self, grads: Iterable[Gradient], trainable_variables: Iterable[Any] | None, own: Own) -> None:
         """Run ``apply`` of the optimizer with the exchange of the strategy."""
         grads = list(grads)
+        if any(map(is_of_tape, grads)):
+            raise UnsupportedUse(
+                "gradients of a DistributedGradientTape are given to a DistributedOptimizer, which would exchange and "
+                "compress them a second time; use one of the two"
+            )
         given = None if trainable_variables is None else list(trainable_variables)
         known = self.optimizer._trainable_variables if given is None else given
         if not self.distribution.takes_part or len(known) != len(grads) or not known:
@@ -339,7 +346,6 @@ _UNEVEN = (
     "have more data: give every rank the same number of steps (drop_remainder, steps_per_epoch, "
     "dataset.repeat().take(n)), or use compression none"
 )
-_stock_call = mpi_ops.MPI_LIB.horovod_join
 
 
 def _of_optimizers() -> list[Distribution]:
@@ -351,7 +357,8 @@ def has_unused() -> bool:
     return any(each.settings.config is not None and not each.used for each in _of_optimizers())
 
 
-def _join(*args: object, **kwargs: object) -> Any:
+@put_around(mpi_ops.MPI_LIB, "horovod_join")  # wherever a script imports it from
+def _join(stock: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     gc.collect()  # optimizers that nothing refers to, which may be gone already on other ranks
     every = [*_of_optimizers(), *of_tapes.values()]
     if any(each.takes_part and each.compresses for each in every):
@@ -359,7 +366,7 @@ def _join(*args: object, **kwargs: object) -> Any:
     for exchange in [exchange for each in every for exchange in each.choosing]:
         if not exchange.choice.ended:
             exchange.choice.give_up(JOINED)
-    return _stock_call(*args, **kwargs)
+    return stock(*args, **kwargs)
 
 
 def _meet() -> None:
@@ -374,6 +381,3 @@ def _meet() -> None:
         Collectives(hvd.global_process_set, "join").gather_bytes(b"here", "meeting")
     except (CollectiveTimeout, tf.errors.OpError) as error:  # whichever rank's time is over first ends Horovod
         raise UnsupportedUse(_UNEVEN) from error
-
-
-mpi_ops.MPI_LIB.horovod_join = _join  # wherever a script imports it from

@@ -19,29 +19,22 @@ import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
 from horovod.tensorflow.compression import Compression as HorovodCompression
-from horovod.tensorflow.compression import Compressor
 from keras.optimizers import Optimizer
 
 from dgc_horovod import __version__, envvars
-from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
+from dgc_horovod.compression import Presets, config_of
 from dgc_horovod.config import AUTO, FIELD_NAMES, DGCConfig, check_predivide, clip_limit
 from dgc_horovod.errors import ConfigError, UnsupportedUse
-from dgc_horovod.notices import NOT_ALL_RANKS, tell_stock
+from dgc_horovod.notices import AUTO_IN_ELASTIC, NOT_ALL_RANKS, clips_already, clips_locally, tell_stock
 from dgc_horovod.tensorflow.variables import Gradient, Key, Source, key_of
 
 _log = logging.getLogger("dgc_horovod")
 
 
-class DGCCompressor(ConfiguredCompressor, Compressor):
-    """See `ConfiguredCompressor`."""
-
-    framework = "tensorflow"
-
-
 class Compression(Presets):
     """The compressions. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
 
-    compressor = DGCCompressor
+    adapter = "tensorflow"
     none = HorovodCompression.none
     fp16 = HorovodCompression.fp16
 
@@ -166,7 +159,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
             "tf.compat.v1.disable_eager_execution() and disable_v2_behavior()"
         )
     compression, groups = given["compression"], given["groups"]
-    if "torch" in (getattr(compression, "framework", ""), *getattr(compression, "__module__", "").split(".")):
+    if "torch" in f"{getattr(compression, 'adapter', '')}.{getattr(compression, '__module__', '')}".split("."):
         raise ConfigError(f"{compression!r} is for PyTorch; import Compression from dgc_horovod.tensorflow")
     config = config_of(compression)
     if config is not None:
@@ -179,8 +172,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
     if config is not None and config.strategy not in ("", AUTO, "local"):
         raise UnsupportedUse(f"{config.strategy} is for PyTorch; choose another compression")
     if config is not None and config.automatic and envvars.horovod_elastic():
-        why = "under Horovod Elastic the number of ranks changes, and auto measures for one number only"
-        settings, config = settings.as_stock(why), None
+        settings, config = settings.as_stock(AUTO_IN_ELASTIC), None
     if settings.op not in (hvd.Average, hvd.Sum):
         raise UnsupportedUse("op must be hvd.Average or hvd.Sum; Adasum and the others are not supported under Keras 3")
     check_predivide(settings.gradient_predivide_factor, settings.averages)
@@ -239,21 +231,14 @@ def with_clipping(optimizer: Optimizer, settings: Settings) -> Settings:
     if own is None:
         return settings
     kind, limit = own
+    told = f"{kind}={limit:g} of the optimizer"
     if config.clip_norm is not None:
         if own != ("global_clipnorm", config.clip_norm):
-            _tell(
-                settings,
-                f"clip_norm={config.clip_norm:g} of the compression is used; {kind}={limit:g} of the optimizer is not "
-                "applied",
-            )
+            _tell(settings, clips_already(config.clip_norm, told))
         return settings
     _check_ranks_stay(kind)
-    _tell(
-        settings,
-        f"{'in compressed steps ' if config.automatic else ''}{kind}={limit:g} of the optimizer clips each rank's own "
-        f"gradient before it is compressed, at {'sqrt(N)' if settings.averages else '1/sqrt(N)'} times {limit:g}; the "
-        "exchanged update is not clipped",
-    )
+    told = f"in compressed steps {told}" if config.automatic else told
+    _tell(settings, clips_locally(told, limit, settings.averages))
     if kind != "global_clipnorm":
         return settings
     return dataclasses.replace(settings, config=config.replace(clip_norm=limit))

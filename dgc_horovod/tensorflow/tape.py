@@ -22,7 +22,7 @@ from dgc_horovod import envvars
 from dgc_horovod.arithmetic import Arithmetic
 from dgc_horovod.errors import UnsupportedUse
 from dgc_horovod.names import replace_everywhere
-from dgc_horovod.notices import tell_stock
+from dgc_horovod.notices import clips_already, tell_stock
 from dgc_horovod.tensorflow.distribution import Distribution, of_tapes
 from dgc_horovod.tensorflow.gradients.exchange import StepInputs
 from dgc_horovod.tensorflow.overrides import UsersClass, not_converted
@@ -235,7 +235,7 @@ def _is_left_out(gradients: Sequence[Any], what: str) -> bool:
             "others together with them"
         )
     if limits:
-        warn_once(f"clip_norm={limits[0]:g} of the compression is used; {what} has no effect")
+        warn_once(clips_already(limits[0], what))
     return bool(limits)
 
 
@@ -281,11 +281,8 @@ def _apply_scaled(
     _stock_scaled(self, grads, *args, **kwargs)
 
 
-def _install() -> None:
-    for stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
-        replace_everywhere(stock, not_converted(_of_a_script(stock)))
-    BaseOptimizer._clip_gradients = _clip_gradients
-    keras.optimizers.LossScaleOptimizer.apply = _apply_scaled
-
-
-_install()  # before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments
+# before a script evaluates tf.clip_by_global_norm(tape...), which may make the tape in its arguments
+for _stock in (tf.clip_by_global_norm, tf.clip_by_norm, tf.clip_by_value):
+    replace_everywhere(_stock, not_converted(_of_a_script(_stock)))
+BaseOptimizer._clip_gradients = _clip_gradients
+keras.optimizers.LossScaleOptimizer.apply = _apply_scaled

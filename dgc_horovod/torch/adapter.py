@@ -19,7 +19,7 @@ if _missing := [name for name in _NEEDED if not hasattr(_DistributedOptimizer, n
         "horovod 0.28.1"
     )
 
-from dgc_horovod.torch import elastic, horovod_functions  # noqa: E402
+from dgc_horovod.torch import elastic  # noqa: E402
 from dgc_horovod.torch.horovod_carrier import node_process_sets  # noqa: E402
 from dgc_horovod.torch.horovod_functions import join  # noqa: E402
 from dgc_horovod.torch.optimizer import (  # noqa: E402
@@ -40,4 +40,3 @@ __all__ = [
 ]
 
 elastic.register()
-horovod_functions.install()

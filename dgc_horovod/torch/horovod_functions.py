@@ -22,7 +22,7 @@ from horovod.torch import mpi_ops
 
 from dgc_horovod import envvars, leaving
 from dgc_horovod.errors import CollectiveTimeout, DGCError, UnsupportedUse
-from dgc_horovod.names import wrap_everywhere
+from dgc_horovod.names import put_around
 from dgc_horovod.notices import JOINED
 from dgc_horovod.session import base
 from dgc_horovod.state.residual_state import MOMENTUM
@@ -35,56 +35,42 @@ from dgc_horovod.torch.session.session import Session, all_alive, live, session_
 
 _log = logging.getLogger("dgc_horovod")
 _PAUSE = 1e-3  # seconds between two polls, as long as Horovod's cycle
-_stock_join, _stock_call = mpi_ops.join, mpi_ops.mpi_lib.horovod_torch_join
+_stock_join = mpi_ops.join
 
 
-def install() -> None:
-    """Replace Horovod's functions by ones that know compressed optimizers.
-
-    Broadcasts are replaced wherever they have been imported. A script's earlier reference to Horovod's join raises an
-    error with the remedy.
-    """
-    wrap_everywhere(hvd.broadcast_optimizer_state, _of_optimizer_state)
-    wrap_everywhere(hvd.broadcast_parameters, _of_parameters)
-    hvd.join = mpi_ops.join = join
-    mpi_ops.mpi_lib.horovod_torch_join = _guarded_call
-
-
-def _guarded_call(*arguments: object) -> Any:
+@put_around(mpi_ops.mpi_lib, "horovod_torch_join")
+def _guarded_call(stock: Callable[..., Any], *arguments: object) -> Any:
+    """Raise an error with the remedy for a script's earlier reference to Horovod's join."""
     if live():
         # not a RuntimeError, which Horovod would turn into a HorovodInternalError
         raise DGCError(
             "this is Horovod's own join, imported before dgc_horovod.torch; packets cannot be exchanged while it "
             "waits. Call hvd.join() (import horovod.torch as hvd), or dgc_horovod.torch.join()"
         )
-    return _stock_call(*arguments)
+    return stock(*arguments)
 
 
 # -- broadcasts
 
 
-def _of_parameters(stock: Callable[..., None]) -> Callable[..., None]:
-    def broadcast_parameters(
-        params: dict[str, torch.Tensor] | Iterable[Any], *place: object, **named_place: object
-    ) -> None:
-        stock(params, *place, **named_place)
-        entries: Iterable[Any] = params.values() if isinstance(params, dict) else params
-        base.weights_set(entry[1] if isinstance(entry, tuple) else entry for entry in entries)
-
-    return broadcast_parameters
+@put_around(hvd, "broadcast_parameters")
+def _broadcast_parameters(stock: Callable[..., None], params: Any, *place: object, **named_place: object) -> None:
+    stock(params, *place, **named_place)
+    entries: Iterable[Any] = params.values() if isinstance(params, dict) else params
+    base.weights_set(entry[1] if isinstance(entry, tuple) else entry for entry in entries)
 
 
-def _of_optimizer_state(stock: Callable[..., None]) -> Callable[..., None]:
-    def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: torch.nn.Module | None = None) -> None:
-        session = session_of(optimizer)
-        if session is None:
-            stock(optimizer, root_rank, model)
-            return
-        if not (_is_stateless(session) and optimizer.process_set.process_set_id == 0):
-            _unmoved(session, lambda: stock(optimizer, root_rank, model))  # on every rank alike
-        _follow(session, optimizer.process_set, root_rank)
-
-    return broadcast_optimizer_state
+@put_around(hvd, "broadcast_optimizer_state")
+def _broadcast_optimizer_state(
+    stock: Callable[..., None], optimizer: Any, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    session = session_of(optimizer)
+    if session is None:
+        stock(optimizer, root_rank, model)
+        return
+    if not (_is_stateless(session) and optimizer.process_set.process_set_id == 0):
+        _unmoved(session, lambda: stock(optimizer, root_rank, model))  # on every rank alike
+    _follow(session, optimizer.process_set, root_rank)
 
 
 def _is_stateless(session: Session) -> bool:
@@ -163,6 +149,9 @@ def join(device: int = -1) -> int:
     if automatic := [strategy for strategy in automatic if _of_all_ranks(strategy.session)]:
         _even_out(automatic)
     return last
+
+
+hvd.join = mpi_ops.join = join
 
 
 def _of_all_ranks(session: Session) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compression as HorovodCompression
-from horovod.torch.compression import Compressor
 from horovod.torch.optimizer import _DistributedOptimizer
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from dgc_horovod.compression import ConfiguredCompressor, Presets, config_of
 from dgc_horovod.config import DGCConfig, check_predivide
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.files import AnyPath
-from dgc_horovod.notices import tell_stock
+from dgc_horovod.notices import AUTO_IN_ELASTIC, tell_stock
 from dgc_horovod.settings import check_whole
 from dgc_horovod.state import checkpoint
 from dgc_horovod.torch import state
@@ -37,16 +36,10 @@ from dgc_horovod.torch.session.session import Scaler, session_of
 from dgc_horovod.torch.wrapping import checks
 
 
-class DGCCompressor(ConfiguredCompressor, Compressor):
-    """See `ConfiguredCompressor`."""
-
-    framework = "torch"
-
-
 class Compression(Presets):
     """Compression methods. ``none`` and ``fp16`` are Horovod's; the others take any field of DGCConfig as keyword."""
 
-    compressor = DGCCompressor
+    adapter = "torch"
     none = HorovodCompression.none
     fp16 = HorovodCompression.fp16
 
@@ -107,8 +100,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return wrap(optimizer, given, theirs, num_groups=num_groups, groups=groups, **settings)
 
     if config is None:
-        checks.check_same_choice(_comparing(process_set), compression)
-        return stock(compression)
+        with checks.alike(_comparing(process_set), compression):
+            uncompressed = stock(compression)
+        return uncompressed
     try:
         borders = groups if groups is not None else (num_groups or None)
         return _compressing(optimizer, given, config, grad_scaler, groups=borders, **settings)
@@ -125,12 +119,18 @@ def _compressing(
 ) -> Any:
     """`DistributedOptimizer` with compression; `settings` are Horovod's."""
     op, process_set = settings["op"], settings["process_set"]
-    with checks.alike(_comparing(process_set)), checks.without_a_choice(config.automatic):
+    with checks.alike(_comparing(process_set), may_stay=config.automatic):
         named = checks.checked_names(optimizer, given)
-        check_arguments(op, settings["gradient_predivide_factor"], settings["backward_passes_per_step"])
+        if op not in (hvd.Average, hvd.Sum):
+            raise UnsupportedUse(
+                "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
+                "compression=Compression.none, under dgcrun --compression none"
+            )
+        check_predivide(settings["gradient_predivide_factor"], op == hvd.Average)
+        check_whole("backward_passes_per_step", settings["backward_passes_per_step"], 1)
         checks.check_plain_models(optimizer, named)
         if config.automatic and envvars.horovod_elastic():
-            raise UnsupportedUse("under Horovod Elastic the number of ranks changes, but auto measures for one number")
+            raise UnsupportedUse(AUTO_IN_ELASTIC)
         if config.automatic and any(needs_host(p) for _, p in named):
             raise UnsupportedUse(f"{WITHOUT_CUDA}. Compression auto begins with Horovod's own exchange")
         records = process_set.included() and hvd.rank() == 0
@@ -147,17 +147,6 @@ def _comparing(process_set: hvd.ProcessSet) -> HorovodCollectives | None:
     """Return a transport to compare choices; None under Elastic: there a newcomer wraps while others wait in sync."""
     compares = process_set.included() and not envvars.horovod_elastic()
     return HorovodCollectives(process_set, "choice") if compares else None
-
-
-def check_arguments(op: int, predivide: float, passes: int) -> None:
-    """Raise ConfigError or UnsupportedUse for arguments that compression does not support."""
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedUse(
-            "compression works with op=hvd.Average or hvd.Sum; for Adasum and the others use "
-            "compression=Compression.none, under dgcrun --compression none"
-        )
-    check_predivide(predivide, op == hvd.Average)
-    check_whole("backward_passes_per_step", passes, 1)
 
 
 def _adopt(optimizer: Optimizer, named: checks.Named, overrides: type, **settings: Any) -> Any:

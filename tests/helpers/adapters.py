@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dgc_horovod.compression import ConfiguredCompressor, Presets
+from dgc_horovod.compression import Presets
 
 KINDS = {"Horovod": "torch", "DDP": "ddp", "without DDP": "ddp", "Keras": "keras"}  # of ranks
 
 
 class Compression(Presets):
     """The presets, for whatever adapter."""
-
-    compressor = ConfiguredCompressor
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,6 @@ def _scaler_outside() -> None:
     keras.optimizers.LossScaleOptimizer(_sgd()).apply([tf.ones((40, 50))], [_variable()])
 
 
-class _Torchs(ConfiguredCompressor):
-    framework = "torch"
-
-
 REFUSED: dict[str, Callable[[], Any]] = {
     "already a DistributedOptimizer": lambda: DistributedOptimizer(_sgd(), compression=DGC),
     "Compression.dgc(density=0.001)": lambda: _sgd(Compression.dgc),
@@ -81,7 +77,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "pass jit_compile=False": _in_xla,
     "DistributedOptimizer(LossScaleOptimizer(optimizer))": _scaler_outside,
     "pass the compression as compression=...": lambda: TensorFlowOptimizer(momentum_sgd(), DGC),
-    "import Compression from dgc_horovod.tensorflow": lambda: _sgd(_Torchs(DGCConfig())),
+    "import Compression from dgc_horovod.tensorflow": lambda: _sgd(ConfiguredCompressor("torch", DGCConfig())),
     "wrap the Keras optimizer itself": lambda: DistributedOptimizer(stock.DistributedOptimizer(momentum_sgd())),
     "already a DistributedGradientTape": lambda: DistributedGradientTape(DistributedGradientTape(tf.GradientTape())),
     "must be a Keras 3 optimizer": lambda: DistributedOptimizer("sgd"),

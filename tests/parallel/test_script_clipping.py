@@ -156,7 +156,7 @@ def test_a_script_is_told_once():
         assert told == []
         return
     first, second = told
-    assert "clips gradients to 0.3" in first and "clip_norm=c" in first and "but clip_norm=3 is set" in second
+    assert "clipping of gradients to 0.3" in first and "clip_norm=c" in first and "clip_norm=3 of the" in second
 
 
 @pytest.mark.parametrize("way", ["after", "before"])

@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.utils import clip_grad
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.arithmetic import Adam, Arithmetic
 from dgc_horovod.errors import UnsupportedUse
-from dgc_horovod.names import replace_everywhere
 from dgc_horovod.torch.ddp import Compression, DistributedOptimizer
 from dgc_horovod.torch.optimizer_state import step_count
 from dgc_horovod.torch.updates import Update, update_of
@@ -58,14 +56,11 @@ class WideAdam(torch.optim.Optimizer):
 
 @pytest.fixture
 def alone():
-    """A process group of one rank; torch's functions of clipping come back."""
+    """A process group of one rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other, for tensors of this size
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        ours = getattr(clip_grad, name)
-        replace_everywhere(ours, getattr(ours, "_dgc_stock", ours))
     dist.destroy_process_group()
     torch.set_num_threads(threads)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dgc_horovod import DGCConfig
 from dgc_horovod.core.bucketing import TensorSpec, card_bytes
-from dgc_horovod.errors import ConfigError
 from dgc_horovod.exchange.contract import ALLGATHER, ALLREDUCE, Round
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.kernels.contract import ErrorFeedback

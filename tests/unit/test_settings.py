@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dgc_horovod import envvars
-from dgc_horovod.compression import PRESETS, ConfiguredCompressor, Presets
+from dgc_horovod.compression import PRESETS, Presets
 from dgc_horovod.config import DGCConfig, WarmupSchedule
 from dgc_horovod.errors import ConfigError
 from dgc_horovod.launch import cli, config_file
@@ -31,11 +31,7 @@ def test_every_field_has_one_variable_and_a_default_that_reads_as_it_is():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_default_is_the_same_by_code_and_by_flag(name):
-    assert getattr(Bare, name)().config == resolve({"DGC_COMPRESSION": name}, {}).config
-
-
-class Bare(Presets):
-    compressor = ConfiguredCompressor
+    assert getattr(Presets, name)().config == resolve({"DGC_COMPRESSION": name}, {}).config
 
 
 def test_names_are_unique_and_flags_follow_from_them():

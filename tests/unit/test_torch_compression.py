@@ -31,11 +31,10 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_presets(framework):
-    kind = pytest.importorskip(f"horovod.{framework}.compression").Compressor
+    pytest.importorskip(f"horovod.{framework}")
     presets = importlib.import_module(f"dgc_horovod.{framework}").Compression
     for name, fields in PRESETS.items():
         compression = getattr(presets, name)()
-        assert isinstance(compression, kind)
         assert {field: getattr(compression.config, field) for field in fields} == fields
         for method, arguments in ((compression.compress, [None]), (compression.decompress, [None, None])):
             with pytest.raises(UnsupportedUse, match=rf"from dgc_horovod\.{framework} import Dist.*or launch.* dgcrun"):

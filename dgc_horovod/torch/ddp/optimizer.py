@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,40 +36,11 @@ from dgc_horovod.torch.wrapping import checks
 from dgc_horovod.torch.wrapping.steps import lead_to_ours
 
 
-class Uncompressed:
-    """DDP's own exchange of gradients.
-
-    Args:
-        name: "none", or "fp16": gradients are sent in half precision.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __repr__(self) -> str:
-        return f"Compression.{self.__name__}"
-
-    def compress(self, tensor: object) -> NoReturn:
-        """Raise UnsupportedUse: DDP does not compress single tensors."""
-        raise UnsupportedUse(f"{self!r} is for register() and DistributedOptimizer of dgc_horovod.torch.ddp only")
-
-    def decompress(self, tensor: object, ctx: object) -> NoReturn:
-        """Raise UnsupportedUse: see `compress`."""
-        self.compress(tensor)
-
-
-class DGCCompressor(ConfiguredCompressor):
-    """See `ConfiguredCompressor`."""
-
-    framework = "torch"
-
-
 class Compression(Presets):
     """Compression methods. ``none`` and ``fp16`` leave the exchange to DDP; the others take any field of DGCConfig."""
 
-    compressor = DGCCompressor
-    none = Uncompressed("none")
-    fp16 = Uncompressed("fp16")
+    adapter = "torch.ddp"
+    none, fp16 = ConfiguredCompressor(adapter, None, "none"), ConfiguredCompressor(adapter, None, "fp16")
 
 
 ANOTHERS_STEP = (
@@ -116,10 +87,10 @@ def register(
     config, bare = config_of(compression), models.unwrapped(model)
     group = _group_of(process_group or getattr(bare, "process_group", None))
     if config is None:
-        checks.check_same_choice(ProcessGroupCollectives(group, "choice"), compression)
-        found = models.data_parallel(model)
-        if session_of(optimizer) is not None:
-            raise UnsupportedUse(COMPRESSES)
+        with checks.alike(ProcessGroupCollectives(group, "choice"), compression):
+            found = models.data_parallel(model)
+            if session_of(optimizer) is not None:
+                raise UnsupportedUse(COMPRESSES)
         _uncompressed(optimizer, found, group, halves=compression is Compression.fp16)
         return given
     try:
@@ -141,7 +112,7 @@ def _uncompressed(optimizer: Any, model: DistributedDataParallel, group: Group, 
 
 def _compressed(model: Module, optimizer: Optimizer, config: DGCConfig, group: Group) -> None:
     may_stay = config.automatic and isinstance(models.unwrapped(model), DistributedDataParallel)
-    with checks.alike(ProcessGroupCollectives(group, "choice")), checks.without_a_choice(may_stay):
+    with checks.alike(ProcessGroupCollectives(group, "choice"), may_stay=may_stay):
         found = models.data_parallel(model)
         if sorted(dist.get_process_group_ranks(found.process_group)) != group.ranks:
             raise UnsupportedUse("process_group has other ranks than the process group of DistributedDataParallel")

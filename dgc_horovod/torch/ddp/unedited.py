@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import weakref
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dgc_horovod.errors import ConfigError, DGCError, RankMismatch, UnsupportedUse
+from dgc_horovod.names import put_around
 from dgc_horovod.stats import PROCESS
 from dgc_horovod.torch.ddp.models import fall_back_to_ddp
 from dgc_horovod.torch.ddp.optimizer import register
@@ -106,24 +106,19 @@ class Unedited:
         self._compression, self._listener = compression, listener
         self._models: weakref.WeakValueDictionary[int, DistributedDataParallel] = weakref.WeakValueDictionary()
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        stock: Any = DistributedDataParallel.__init__
 
-        @functools.wraps(stock)
-        def noting(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        @put_around(DistributedDataParallel, "__init__")
+        def noting(stock: Any, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             stock(model, *args, **kwargs)
             self._models[id(model)] = model
             listener.found()
 
-        DistributedDataParallel.__init__ = noting  # type: ignore[assignment,method-assign]
-        destroy = dist.destroy_process_group
-
-        @functools.wraps(destroy)
-        def parting(group: dist.ProcessGroup | None = None) -> None:
+        @put_around(dist, "destroy_process_group")  # where scripts and a worker of Ray Train find it
+        def parting(stock: Any, group: dist.ProcessGroup | None = None) -> None:
             if group in (None, dist.group.WORLD):
                 listener.parting()
-            destroy(group)
+            stock(group)
 
-        dist.destroy_process_group = parting  # where scripts and a worker of Ray Train find it
         register_optimizer_step_post_hook(torch.compiler.disable(self._stepped))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

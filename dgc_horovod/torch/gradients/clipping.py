@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -123,23 +123,6 @@ class LocalClipping(StatePart):
         if clip.key in self.norms or math.isnan(clip.p):
             return self.norms.get(clip.key, 0.0)
         return total_norm([finite_norm(p.grad, clip.p) for p in clip.parameters if p.grad is not None], clip.p)
-
-    def cut(self, clip: Clip, steps: Collection[Parameter]) -> float:
-        """Clip the updates of this step, in ``p.grad``, for a call that applies from the next step on.
-
-        Args:
-            clip: limit of the call, recorded already.
-            steps: parameters whose updates are not gradients; they are not clipped.
-
-        Returns:
-            The norm before clipping; 0 for elements.
-        """
-        grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
-        if not math.isnan(clip.p):
-            return limit_norm(grads, clip.limit, clip.p)
-        for grad in grads:
-            grad.clamp_(-clip.limit, clip.limit)
-        return 0.0
 
     @property
     def first_clip(self) -> tuple[float, float] | None:

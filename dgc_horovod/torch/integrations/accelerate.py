@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from dgc_horovod.names import put_around
 from dgc_horovod.torch import integrations
 
 
@@ -40,11 +41,8 @@ def compress(
         lambda models, weights, folder: integrations.save_beside(folder, optimizer, name)
     )
     accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
-    stock = accelerator.load_state
 
-    @functools.wraps(stock)
-    def load_state(*args: Any, **named: Any) -> None:
+    @put_around(accelerator, "load_state")
+    def load_state(stock: Callable[..., None], *args: Any, **named: Any) -> None:
         stock(*args, **named)  # it loads the optimizer's state, which clears residuals
         integrations.resume(folders.pop(), optimizer, name)
-
-    accelerator.load_state = load_state

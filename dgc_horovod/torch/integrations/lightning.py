@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.names import put_around
 from dgc_horovod.torch import integrations
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
@@ -60,21 +60,17 @@ class CompressCallback(Callback):
             integrations.resume(_beside(trainer.ckpt_path), optimizer)
 
     def _follow(self, strategy: Strategy, trainer: Trainer) -> None:
-        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
-
-        @functools.wraps(save)
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **named: Any) -> None:
-            save(checkpoint, filepath, *args, **named)
+        @put_around(strategy, "save_checkpoint")
+        def save_checkpoint(stock: Any, checkpoint: object, filepath: str | Path, *args: Any, **named: Any) -> None:
+            stock(checkpoint, filepath, *args, **named)
             assert self._optimizer is not None
             integrations.save_beside(_beside(filepath), self._optimizer)
 
-        @functools.wraps(remove)
-        def remove_checkpoint(filepath: str | Path) -> None:
-            remove(filepath)
+        @put_around(strategy, "remove_checkpoint")
+        def remove_checkpoint(stock: Any, filepath: str | Path) -> None:
+            stock(filepath)
             if trainer.is_global_zero:
                 shutil.rmtree(_beside(filepath), ignore_errors=True)
-
-        vars(strategy).update(save_checkpoint=save_checkpoint, remove_checkpoint=remove_checkpoint)
 
 
 def _beside(checkpoint: str | Path) -> Path:

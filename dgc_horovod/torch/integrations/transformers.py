@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from dgc_horovod.names import put_around
 from dgc_horovod.torch import integrations
 
 
@@ -28,14 +28,11 @@ class CompressCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, compression: Any = None) -> None:
         self.trainer, self.compression, self.active = trainer, compression, False
         self._given: str | bool | None = None  # the checkpoint that train() was told to resume from
-        stock = trainer.train
 
-        @functools.wraps(stock)
-        def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
+        @put_around(trainer, "train")
+        def train(stock: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any) -> Any:
             self._given = resume_from_checkpoint
             return stock(resume_from_checkpoint, *args, **named)
-
-        vars(trainer)["train"] = train
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dgc_horovod.config import DGCConfig, whole_epoch
 from dgc_horovod.errors import UnsupportedUse
+from dgc_horovod.names import put_around
 from dgc_horovod.planning.trial import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
@@ -42,7 +42,8 @@ class Overrides:
 
     def zero_grad(self, *args: object, **kwargs: object) -> None:
         """As torch's; raises UnsupportedUse between backward and step, while gradients are exchanged."""
-        self._dgc.zero_grad(*args, **kwargs)
+        self._dgc.strategy.clear_gradients()
+        self._dgc.own("zero_grad")(*args, **kwargs)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -178,20 +179,13 @@ class OutsideOverrides:
     add_param_group, __reduce_ex__ = Overrides.add_param_group, Overrides.__reduce_ex__
 
 
-def _watch_epochs() -> None:
-    """Report the epoch of every ``set_epoch`` call to sessions whose warm-up needs it, from now on."""
-    stock = DistributedSampler.set_epoch
-    if hasattr(stock, "__wrapped__"):
-        return
-
-    @functools.wraps(stock)
-    def tell(self: DistributedSampler[object], epoch: int) -> None:
-        stock(self, epoch)
-        for session in all_alive():
-            if session.config.warmup is not None and session.config.warmup.needs_epoch:
-                session.exchange.epoch = whole_epoch(epoch)
-
-    DistributedSampler.set_epoch = tell  # type: ignore[method-assign]
+@put_around(DistributedSampler, "set_epoch")
+def _tell_epoch(stock: Callable[..., None], sampler: DistributedSampler[object], epoch: int) -> None:
+    """Report the epoch to sessions whose warm-up needs it."""
+    stock(sampler, epoch)
+    for session in all_alive():
+        if session.config.warmup is not None and session.config.warmup.needs_epoch:
+            session.exchange.epoch = whole_epoch(epoch)
 
 
 def made_class(user_class: type, overrides: type, below: Mapping[str, Any], module: str) -> type:
@@ -257,6 +251,5 @@ def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
         RankMismatch: on every rank, if the ranks differ in model, config or version.
     """
     clip_calls.watch()
-    _watch_epochs()
     optimizer._dgc = Session(optimizer, carrier, kind, scaler)
     optimizer._dgc.start()

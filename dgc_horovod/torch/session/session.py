@@ -261,11 +261,6 @@ class Session(base.Session[torch.optim.Optimizer]):
         self.loaded = False
         return loss if closure is not None or not is_made else self.returned
 
-    def zero_grad(self, *args: object, **kwargs: object) -> None:
-        """As torch's; raises UnsupportedUse between backward and step, while gradients are exchanged."""
-        self.strategy.clear_gradients()
-        self.own("zero_grad")(*args, **kwargs)
-
     def offer_to_scaler(self) -> bool:
         """Return whether ``step`` unscales gradients itself; GradScaler.step asks just before it calls ``step``.
 

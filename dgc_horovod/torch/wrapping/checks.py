@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dgc_horovod import __version__
-from dgc_horovod.config_check import Gatherer, check_agreement, refused_alike
+from dgc_horovod.config_check import Gatherer, refused_alike
 from dgc_horovod.errors import ConfigError, UnsupportedUse
 from dgc_horovod.torch.session.session import session_of
 
@@ -64,22 +64,28 @@ def checked_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, to
     return named
 
 
-def check_same_choice(ranks: Gatherer | None, compression: object, refused: str = "nothing") -> None:
-    """Raise RankMismatch on every rank if only some compress, or some refuse: their collectives would never match.
+class NoChoice(UnsupportedUse):
+    """The refusal of an optimizer with ``Compression.auto`` that cannot be compressed; the optimizer is unchanged."""
+
+
+@contextmanager
+def alike(ranks: Gatherer | None, compression: object = "dgc", may_stay: bool = False) -> Iterator[None]:
+    """Run the checks of this rank.
 
     Args:
         ranks: transport of the ranks; None: they do not compare.
-        compression: choice of this rank.
-        refused: text of its refusal.
+        compression: choice of this rank; the default stands for all with settings, which are compared later.
+        may_stay: whether UnsupportedUse becomes `NoChoice`: training continues with the framework's own exchange.
+
+    Raises:
+        RankMismatch: on every rank, if only some compress, or some refuse: their collectives would never match.
     """
-    if ranks is not None:
-        name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
-        check_agreement(ranks, {"version": __version__, "compression": name, "refused": refused})
-
-
-def alike(ranks: Gatherer | None) -> AbstractContextManager[None]:
-    """`refused_alike`, between ranks that compress."""
-    return refused_alike(lambda refused: check_same_choice(ranks, "dgc", refused))
+    name = compression if isinstance(compression, str) else getattr(compression, "__name__", repr(compression))
+    with refused_alike(ranks, {"version": __version__, "compression": name}):
+        try:
+            yield
+        except UnsupportedUse as refused:
+            raise (NoChoice(str(refused)) if may_stay else refused) from None
 
 
 # modules of optimizers that shard their state, or exchange weights or gradients themselves
@@ -91,19 +97,6 @@ _DISTRIBUTED = (
     "apex.contrib.optimizers.distributed_",
 )
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class NoChoice(UnsupportedUse):
-    """The refusal of an optimizer with ``Compression.auto`` that cannot be compressed; the optimizer is unchanged."""
-
-
-@contextmanager
-def without_a_choice(automatic: bool) -> Iterator[None]:
-    """Turn UnsupportedUse into `NoChoice` if `automatic`: training continues with the framework's own exchange."""
-    try:
-        yield
-    except UnsupportedUse as refused:
-        raise (NoChoice(str(refused)) if automatic else refused) from None
 
 
 def check_optimizer(optimizer: Optimizer, sparse_as_dense: bool) -> None:

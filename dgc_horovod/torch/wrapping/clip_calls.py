@@ -13,44 +13,39 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from dgc_horovod.names import wrap_everywhere
-from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, total_norm
+from dgc_horovod.names import put_around
+from dgc_horovod.notices import clips_already, clips_locally
+from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, limit_norm, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
-from dgc_horovod.torch.wrapping.steps import clipping_learned, clipping_left_out
-
-_NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
 def watch() -> None:
     """Report calls that clip gradients to the compressed optimizer of the parameters, from now on."""
-    for name in _NAMES:
-        wrap_everywhere(getattr(clip_grad, name), _seen)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        put_around(clip_grad, name)(_clip)
 
 
-def _seen(stock: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(stock)
-
-    def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        arguments = signature.bind(parameters, *args, **kwargs)
-        arguments.apply_defaults()
-        given = arguments.arguments
-        limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
-        p = float(given["norm_type"]) if "norm_type" in given else ELEMENTS
-        norms, left = _tell(parameters, limit, p)
-        if not norms:
-            try:
-                return stock(parameters, *args, **kwargs)
-            finally:
-                for session in live():  # torch's function has just changed its gradients: no notice to the script
-                    if any(x in session.exchange.names for x in parameters):
-                        session.watch.look_again()
-        rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
-        if math.isnan(p):
-            return None
-        return _as_tensor(total_norm([*norms, *([] if rest is None else [float(rest)])], p), parameters)
-
-    return clip
+def _clip(
+    stock: Callable[..., Any], parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object
+) -> Any:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    arguments = inspect.signature(stock).bind(parameters, *args, **kwargs)
+    arguments.apply_defaults()
+    given = arguments.arguments
+    limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
+    p = float(given["norm_type"]) if "norm_type" in given else ELEMENTS
+    norms, left = _tell(parameters, limit, p)
+    if not norms:
+        try:
+            return stock(parameters, *args, **kwargs)
+        finally:
+            for session in live():  # torch's function has just changed its gradients: no notice to the script
+                if any(x in session.exchange.names for x in parameters):
+                    session.watch.look_again()
+    rest = stock(left, *args, **kwargs) if any(x.grad is not None for x in left) else None
+    if math.isnan(p):
+        return None
+    return _as_tensor(total_norm([*norms, *([] if rest is None else [float(rest)])], p), parameters)
 
 
 def _tell(parameters: list[torch.Tensor], limit: float, p: float) -> tuple[list[float], list[torch.Tensor]]:
@@ -75,20 +70,32 @@ def _note(session: Session, clip: Clip) -> float | None:
     """Record a call of the script, see `LocalClipping.note`. Return None if torch must clip ``p.grad``."""
     clipping, synchronized = session.exchange.clipping, session.passes.synchronized
     norm = clipping.note(clip)
+    told = f"the script's clipping of gradients to {clip.limit:g}"
     if clipping.given is None:
-        session.tell_once("clipping", clipping_learned(clip.limit, elements=math.isnan(clip.p)))
+        averages = session.exchange.settings.averages
+        session.tell_once("clipping", clips_locally(f"from the next step on {told}", clip.limit, averages))
     elif clip.limit != clipping.given and not math.isnan(clip.p):
-        session.tell_once("clipping", clipping_left_out(clip.limit, clipping.given))
+        session.tell_once("clipping", clips_already(clipping.given, told))
     if synchronized and not session.may_apply:  # NaN, which the script may look for
         return None
     return _cut(session, clip) if norm is None and synchronized else norm
 
 
 def _cut(session: Session, clip: Clip) -> float:
-    """Clip the updates of this step at the script's first call, except updates that are Adam's directions."""
+    """Clip the updates of this step at the script's first call, except updates that are Adam's directions.
+
+    Returns:
+        The norm before clipping; 0 for elements.
+    """
     sends_directions = session.update.arithmetic.has_second and not session.update.dense
-    steps = set(session.exchange.sparse if sends_directions else ())
-    norm = session.exchange.clipping.cut(clip, steps)
+    steps = session.exchange.sparse if sends_directions else {}
+    grads = [p.grad for p in clip.parameters if p.grad is not None and not p.grad.is_sparse and p not in steps]
+    norm = 0.0
+    if not math.isnan(clip.p):
+        norm = limit_norm(grads, clip.limit, clip.p)
+    else:
+        for grad in grads:
+            grad.clamp_(-clip.limit, clip.limit)
     session.watch.look_again()
     return norm
 

@@ -93,23 +93,6 @@ SYNCHRONIZED_TWICE = (
 )
 
 
-def clipping_learned(limit: float, elements: bool = False) -> str:
-    """Return the notice for a script whose own clipping becomes local clipping."""
-    return (
-        f"the script clips {'the elements of ' if elements else ''}gradients to {limit:g}. From the next step on each "
-        f"rank clips its own gradient, to sqrt(N)*{limit:g}, before it enters the momentum (DGC 3.1), and the script's "
-        "clipping of updates is skipped. To set another norm, pass clip_norm=c (dgcrun: --dgc-clip-norm c)"
-    )
-
-
-def clipping_left_out(limit: float, given: float) -> str:
-    """Return the notice for a script that clips to another norm than ``clip_norm``."""
-    return (
-        f"the script clips gradients to {limit:g}, but clip_norm={given:g} is set: each rank clips its own gradient by "
-        "clip_norm, and the script's clipping is skipped"
-    )
-
-
 def is_trial(session: Session) -> bool:
     """Return whether this step only fills the state, as ``torch.distributed.checkpoint`` does before the first step.
 
