@@ -75,17 +75,15 @@ class Adapter:
     ) -> Any:
         """Model and optimizer of PyTorch; compression None: of stock Horovod, or of DDP alone."""
         from tests.helpers import ddp_training
-        from tests.helpers.regression import smooth_model
 
         make = make or ddp_training.sgd
         if self.name == "DDP" or (self.name == "without DDP" and compression is None):
             return ddp_training.made(compression, make, inner, **options)
         if self.name == "without DDP":
             return ddp_training.made_plain(compression, make, inner, **options)
-        model = smooth_model() if inner is None else inner
-        factory = (self.ranks if compression is None else self.module).DistributedOptimizer
-        given = {} if compression is None else {"compression": compression}
-        return model, factory(make(model), model.named_parameters(), **given, **options)
+        from tests.helpers import training
+
+        return training.made(compression, make, inner, **options)
 
     def batches(self, steps: int) -> Iterable[Any]:
         """This rank's, for PyTorch."""

@@ -18,6 +18,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scattered": ({"density": 0.4}, {"momentum": 0.9}),
 }
 DENSITY, MIN_NUMEL, RATE = 0.03, 16, 0.1
+LOOKED_AT = ("u", "v", "sent", "non-zero")
 
 
 def gradients(rank: int) -> list[dict[str, np.ndarray]]:

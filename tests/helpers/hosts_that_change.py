@@ -18,6 +18,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from tests.helpers.regression import step
 from tests.helpers.training import batches, fingerprint, smooth_model
 
 BATCHES_EACH = 20
@@ -35,9 +36,7 @@ def train(state: Any, model: torch.nn.Module, optimizer: Any, folder: Path, plan
     data = iter(batches(10**6, hvd.rank(), seed=state.batch))
     while state.part < len(plan):
         x, y = next(data)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+        step(model, optimizer, x, y)
         state.batch += 1
         names = hvd.allgather_object(socket.gethostname())
         asked = [host.split(":")[0] for host in plan[state.part].split(",")]

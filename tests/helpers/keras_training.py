@@ -68,6 +68,14 @@ def fit(model: Any, optimizer: Any, epochs: int = 3, callbacks: Any = (), **comp
     return model
 
 
+def train(model: Any, steps: int) -> None:
+    """So many batches of this rank's shard, from its first on."""
+    x, y = shard(hvd.rank())
+    for step in range(steps):
+        at = BATCH * (step % BATCHES)
+        model.train_on_batch(x[at : at + BATCH], y[at : at + BATCH])
+
+
 def fitted(optimizer: Any, compression: Any, epochs: int = 3, compiled: Any = None, **arguments: Any) -> Any:
     """A new model, fitted with `optimizer` made distributed."""
     wrapped = DistributedOptimizer(optimizer, compression=compression, **arguments)
@@ -84,8 +92,8 @@ def alone(optimizer: Any, epochs: int = 3) -> Any:
 
 
 def weights(model: Any) -> np.ndarray:
-    """All weights as one vector."""
-    return np.concatenate([variable.numpy().ravel() for variable in model.weights])
+    """All weights as one vector, of a model or a list of variables."""
+    return np.concatenate([variable.numpy().ravel() for variable in getattr(model, "weights", model)])
 
 
 def fingerprint(model: Any) -> str:

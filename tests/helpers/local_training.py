@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import nn
 
 from dgc_horovod.torch import Compression, DistributedOptimizer
-from tests.helpers.training import smooth_model, weights
+from tests.helpers.training import smooth_model
 
 H = 5
 
@@ -29,10 +28,3 @@ def made(**fields: Any) -> tuple[Any, Any]:
     """The smooth model and its optimizer."""
     model = smooth_model()
     return model, wrapped(model, **fields)
-
-
-def spread(array: Any) -> float:
-    """How far the ranks are apart in a model's weights, or in a tensor, at most."""
-    own = weights(array) if isinstance(array, nn.Module) else array
-    every = hvd.allgather(own[None], name="spread")
-    return float((every - every[:1]).abs().max())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,10 +58,6 @@ def on_ranks(
         launcher_flags: more flags for horovodrun.
     """
     kind = kind or kind_of(function.__module__)
-    if (
-        os.environ.get("DGC_TEST_ON_NODES") and kind != "ddp" and controller == "gloo" and nodes == 1
-    ):  # by hand: on nodes
-        nodes, workers = 2, 2 * workers
     if kind != "ddp" and controller not in built_controllers():
         pytest.skip(f"Horovod was built without {controller}: get a system MPI and run scripts/build_horovod --force")
     variables = dict(environment or {})

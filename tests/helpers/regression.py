@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.run import UNROUNDED, target
 
@@ -74,15 +75,17 @@ def step(
         model, optimizer: of it.
         x, y: a batch.
         scaler: of the loss, where a script has one.
-        between: what a script does between synchronize() and step(), where it calls the first.
+        between: what a script does between backward() and step(); but with DDP it calls synchronize() before.
     """
     optimizer.zero_grad()
     loss = F.mse_loss(model(x), y)
     (loss if scaler is None else scaler.scale(loss)).backward()
-    if between is not None:
+    synchronizes = between is not None and not isinstance(model, DistributedDataParallel)
+    if synchronizes:
         optimizer.synchronize()
+    if between is not None:
         between()
-    with contextlib.nullcontext() if between is None else optimizer.skip_synchronize():
+    with optimizer.skip_synchronize() if synchronizes else contextlib.nullcontext():
         if scaler is None:
             optimizer.step()
         else:

@@ -123,21 +123,11 @@ def _of_another_momentum(saved: dict[str, Any]) -> None:
     state["momentum_buffer"] = state["momentum_buffer"].reshape(-1)
 
 
-def _of_another_rate(saved: dict[str, Any]) -> None:
-    saved["optimizer"]["param_groups"][0]["lr"] = "0.1"
-
-
 OF_TORCH: dict[str, Callable[[Path], Any]] = {
     **OF_ALL,
-    "model.bin, is damaged: extra must be": lambda folder: with_file(
-        folder, "model", of_torch(lambda saved: saved.update(extra=None))
-    ),
     "model.bin, does not fit the model: ": lambda folder: with_file(folder, "model", of_torch(_of_another_shape)),
     "optimizer.state[0].momentum_buffer must be a tensor of shape": lambda folder: with_file(
         folder, "model", of_torch(_of_another_momentum)
-    ),
-    "optimizer.param_groups[0].lr must be a number, got '0.1'": lambda folder: with_file(
-        folder, "model", of_torch(_of_another_rate)
     ),
 }
 
@@ -149,9 +139,6 @@ def _of_another_length(head: dict[str, Any], arrays: dict[str, Any]) -> None:
 
 OF_KERAS: dict[str, Callable[[Path], Any]] = {
     **OF_ALL,
-    "model.bin, is damaged: extra must be": lambda folder: with_file(
-        folder, "model", of_npz(lambda head, arrays: head.update(extra=None))
-    ),
     "must be a vector of": lambda folder: with_file(folder, "model", of_npz(_of_another_length)),
 }
 

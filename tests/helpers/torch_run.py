@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -48,18 +47,10 @@ class TorchRun(Run):
 
     def on(self, x: np.ndarray, y: np.ndarray) -> float:
         batch = torch.from_numpy(x), torch.from_numpy(y)
-        if self.clip is None:
-            return step(self.model, self.optimizer, *batch, self.scaler)
-        self.optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        loss.backward()
-        in_horovod = self.adapter.name == "Horovod"
-        if in_horovod:
-            self.optimizer.synchronize()
+        return step(self.model, self.optimizer, *batch, self.scaler, None if self.clip is None else self._clips)
+
+    def _clips(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        with self.optimizer.skip_synchronize() if in_horovod else contextlib.nullcontext():
-            self.optimizer.step()
-        return float(loss)
 
     def _loss(self, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
         inner = getattr(self.model, "module", self.model)

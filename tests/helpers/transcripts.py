@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,28 +164,15 @@ GROUPS = _groups()
 _WRITING = (*(Group(adapter, "write") for adapter in _ADAPTERS), Group("torch", "write_on_nodes", 4, nodes=2))
 
 
-def difference(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> str:
-    """The first run that differs, on which rank, and in what first; then the names of the others; "" if none does."""
-    first, others = "", []
-    for name in dict.fromkeys((*before, *now)):
-        then, found = before.get(name), now.get(name)
-        if then == found:
-            continue
-        if first:
-            others.append(name)
-        elif then is None or found is None:
-            first = f"{name}: {'only now' if then is None else 'gone'}"
-        else:
-            first = f"{name}, {_of_ranks(then, found)}"
-    return first and f"{first}; other runs that differ: {others}"
-
-
-def _of_ranks(before: list[Any], now: list[Any]) -> str:
-    rank = [then == found for then, found in zip(before, now, strict=True)].index(False)
-    then, found = before[rank], now[rank]
-    parts = [part for part in {**then, **found} if then.get(part) != found.get(part)]
-    same, what = [part for part in then if part not in parts], parts[0]
-    return f"rank {rank}: {what}: {then.get(what)} before, {found.get(what)} now; also {parts[1:]}; same: {same}"
+def difference(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> list[str]:
+    """What differs: runs, ranks, and parts of what these have found."""
+    found = []
+    for name in {**before, **now}:
+        ranks = itertools.zip_longest(before.get(name, []), now.get(name, []), fillvalue={})
+        for rank, (then, later) in enumerate(ranks):
+            parts = [part for part in {**then, **later} if then.get(part) != later.get(part)]
+            found += [f"{name}, rank {rank}: {', '.join(parts)}"] if parts else []
+    return found
 
 
 def recorded() -> list[dict[str, dict[str, list[Any]]]]:
@@ -214,18 +202,8 @@ def record(names: Iterable[str]) -> None:
 
 def _as_lines(groups: Mapping[str, Mapping[str, list[Any]]]) -> str:
     """JSON, a rank of a run in each line."""
-
-    def block(items: Iterable[tuple[str, str]], ends: str, indent: str) -> str:
-        lines = ",\n".join(f"{indent}{name}{text}" for name, text in items)
-        return f"{ends[0]}\n{lines}\n{indent[1:]}{ends[1]}"
-
-    def named(items: Mapping[str, Any], show: Callable[[Any], str]) -> list[tuple[str, str]]:
-        return [(f"{json.dumps(name)}: ", show(value)) for name, value in items.items()]
-
-    def ranks(found: list[Any]) -> str:
-        return block([("", json.dumps(rank)) for rank in found], "[]", "   ")
-
-    return block(named(groups, lambda runs: block(named(runs, ranks), "{}", "  ")), "{}", " ") + "\n"
+    text = re.sub(r",\n {4,}", ", ", json.dumps(groups, indent=1))
+    return re.sub(r"\n( {4,}|   (?=\}))", "", text) + "\n"
 
 
 if __name__ == "__main__":

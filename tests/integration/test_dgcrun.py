@@ -214,35 +214,16 @@ def test_what_is_not_compressed_is_said_and_fails(command, reason):
 
 
 @pytest.mark.slow
-def test_it_may_be_allowed():
-    code, output = dgcrun(*DGC, "--allow-inactive", sys.executable, "-c", NO_OPTIMIZER, workers=1)
-    assert code == 0 and output.count("NOT ACTIVE") == 1, output
-
-
-@pytest.mark.slow
-def test_a_method_of_horovods_own_is_active_without_a_step():
-    """What it exchanges nobody counts."""
-    code, output = dgcrun("--compression", "fp16", sys.executable, "-c", UNUSED, workers=1)
-    assert code == 0 and "NOT ACTIVE" not in output, output
-
-
-@pytest.mark.slow
 def test_nothing_large_enough_is_not_active():
     code, output = dgcrun(*DGC, "--dgc-min-numel", "1000000", *TORCH)
     assert code == 3 and "every tensor is 1-D or has fewer than min_numel=1000000 elements" in output
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "said"),
-    [
-        ("hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 1), m.named_parameters())", 0, "no summary"),
-        pytest.param("", 3, "has made no DistributedOptimizer", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_leaves_without_exit_handlers(end, code, said):
-    script = f"import os, torch, horovod.torch as hvd; hvd.init(); m = torch.nn.Linear(99, 99); {end or 0}; os._exit(0)"
+def test_a_rank_that_leaves_without_exit_handlers():
+    script = "import os, torch, horovod.torch as hvd; hvd.init(); m = torch.nn.Linear(99, 99); "
+    script += "hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 1), m.named_parameters()); os._exit(0)"
     found = dgcrun(*DGC, sys.executable, "-c", script, workers=1)
-    assert found.code == code and said in found.output, found.output
+    assert found.code == 0 and "no summary" in found.output, found.output
 
 
 def test_a_metrics_file_that_breaks_takes_nothing_with_it(tmp_path):
@@ -272,45 +253,12 @@ def test_a_script_that_fails_is_left_alone():
     assert code == 1 and "of the script" in output and "NOT ACTIVE" not in output
 
 
-@pytest.mark.slow
-def test_a_step_that_raises_and_an_op_that_compression_does_not_have():
-    """The summary had said "density 2 on average", and the refusal of Adasum how to edit the script."""
-    script = """
-import torch, horovod.torch as hvd
-hvd.init()
-model = torch.nn.Linear(99, 99)
-def make(**more):
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1), model.named_parameters(), **more)
-def backward():
-    model(torch.ones(1, 99)).sum().backward()
-try:
-    make(op=hvd.Adasum)
-except Exception as error:
-    print(error)
-optimizer = make()
-backward()
-optimizer.step()
-optimizer.zero_grad()
-backward()
-raise ValueError("of the script")
-"""
-    code, output = dgcrun("--dgc", "--density", "1", sys.executable, "-c", script, workers=1)
-    assert code == 1 and "--compression none" in output and "of the script" in output, output
-    assert re.search(r"dgc_horovod: dgc, density 1: 1 steps; .* \(ended by an error\)", output), output
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["-np", "2", "--density", "7", *TORCH], r"density must be in \(0, 1\], got 7"),
-        (["-np", "2", "--config-file", "/nowhere.yaml", *TORCH], "No such file or directory: .*/nowhere.yaml"),
         (["-np", "2", "--dgc"], "no command was given"),
         (["-np", "2", "--dgc", "/usr/bin/env", "python0.0", "x.py"], "nothing was started"),
-        (["--plan", "--model-size", "25M"], "--plan needs --step-ms"),
-        (
-            ["--plan", "--step-ms", "9", "--link-gbps", "1", "--model-size", "abc"],
-            "--model-size must be a whole number .* got 'abc'",
-        ),
     ],
 )
 def test_errors_before_anything_is_started(words, said):
@@ -331,18 +279,6 @@ def test_switched_off_nothing_of_ours_is_in_the_way():
     words = ["--dgc", "--density", "7", "--report", "/", sys.executable, "-c", NO_OPTIMIZER]
     code, output = dgcrun(*words, workers=1, DGC_ENABLED="0", DGC_CONFIG_FILE="/nowhere.yaml")
     assert code == 0 and "rank 0" in output and "DGC_ENABLED is off, so there will be no --report" in output, output
-
-
-def test_show_config_tells_every_source(tmp_path):
-    job = tmp_path / "job.yaml"
-    job.write_text("compression: {density: 0.02, clip_norm: 3}\n")
-    command = ["dgcrun", "--show-config", "--config-file", str(job), "--density", "0.01"]
-    finished = run(command, 60, {"DGC_CLIP_NORM": "4", "DGC_TIMEOUT": None})
-    lines = {line.split()[0]: line.split()[1:] for line in finished.output.splitlines() if line.startswith("  ")}
-    assert finished.code == 0 and finished.output.startswith("compression dgc\n")
-    assert lines["density"] == ["0.01", "flag", "--density"]
-    assert lines["clip_norm"] == ["4", "environment", "DGC_CLIP_NORM"]
-    assert lines["values"] == ["bf16", "default"]
 
 
 def start(controller: str, mark: str) -> subprocess.Popen[str]:

@@ -88,16 +88,6 @@ def test_a_keras_job(tmp_path):
     assert "unmodified_keras.py" in text and "<h2>Ranks</h2>" in text
 
 
-def test_what_cannot_be_reported_is_said_before_the_start(tmp_path):
-    for words, expected in (
-        (["python", "x.py"], "none was asked for"),
-        (["--dgc", "--dgc-metrics-file", "m.prom", "python", "x.py"], "made from JSON lines"),
-    ):
-        finished = job(tmp_path / "page.html", *words)
-        assert finished.code == 2 and expected in finished.output
-    assert job(tmp_path / "no" / "page.html", "--dgc", "python", "x.py").code == 2
-
-
 def test_a_job_that_fails_has_a_report_too(tmp_path):
     code = "import horovod.torch as hvd; hvd.init(); raise SystemExit(7)"
     finished = job(tmp_path / "page.html", "--dgc", sys.executable, "-c", code, workers=1)

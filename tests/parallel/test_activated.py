@@ -10,13 +10,14 @@ import pytest
 import torch
 from horovod.torch import join
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from dgc_horovod.launch.site import FOLDER
 from dgc_horovod.testing.torch import session
+from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
 from tests.helpers.loss_scaling import found_in_scripts
 from tests.helpers.on_ranks import same_on_ranks
+from tests.helpers.regression import step
 from tests.helpers.together import call_each
 from tests.helpers.training import UNROUNDED, batches, fingerprint, smooth_model
 
@@ -36,18 +37,6 @@ def _made(model: nn.Module, *given: Any, lr: float = 0.02) -> Any:
     return hvd.DistributedOptimizer(sgd, model.named_parameters(), *given)
 
 
-def _step(model: nn.Module, optimizer: Any, batch: Any, scaler: torch.amp.GradScaler, unscales: bool = False) -> None:
-    """One step with a loss scale, as in Horovod's own example."""
-    optimizer.zero_grad()
-    scaler.scale(F.mse_loss(model(batch[0]), batch[1])).backward()
-    optimizer.synchronize()
-    if unscales:
-        scaler.unscale_(optimizer)
-    with optimizer.skip_synchronize():
-        scaler.step(optimizer)
-    scaler.update()
-
-
 def _train(scaled: bool, others: bool = False) -> tuple[nn.Module, Any]:
     """SGD with a loss scale; `others`: a second scaler for a second model in between."""
     models = [smooth_model(), smooth_model()][: 1 + others]
@@ -56,7 +45,7 @@ def _train(scaled: bool, others: bool = False) -> tuple[nn.Module, Any]:
     optimizers = [_made(model) for model in models]
     for batch in batches(20, hvd.rank()):
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=False):
-            _step(model, optimizer, batch, scaler, unscales=True)
+            step(model, optimizer, *batch, scaler, between=lambda: scaler.unscale_(optimizer))  # noqa: B023
     return models[0], optimizers[0]
 
 
@@ -66,26 +55,6 @@ def the_loss_scale_is_seen_without_an_edit() -> None:
     stats = optimizer.compression_stats()
     assert fingerprint(plain) == fingerprint(_train(True)[0]) == fingerprint(_train(True, others=True)[0])
     assert 0.04 < stats["selected"] / stats["elements"] < 0.06
-
-
-def each_optimizer_has_its_scaler() -> None:
-    """One in fp32 (p) beside one with a loss scale (s), in either order: the bits of each alone."""
-
-    def run(kinds: str) -> dict[str, str]:
-        models = {kind: smooth_model() for kind in kinds}
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        optimizers = {kind: _made(model) for kind, model in models.items()}
-        for x, y in batches(20, hvd.rank()):
-            for kind, model in models.items():
-                if kind == "s":
-                    _step(model, optimizers[kind], (x, y), scaler)
-                    continue
-                optimizers[kind].zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizers[kind].step()
-        return {kind: fingerprint(model) for kind, model in models.items()}
-
-    assert run("ps") == run("sp") == {**run("p"), **run("s")}
 
 
 def a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is() -> None:
@@ -162,11 +131,19 @@ def uneven_data_without_an_edit() -> None:
         optimizer = _made(model)
         for _ in range(2):
             for batch in batches(3 + 3 * hvd.rank(), hvd.rank()):
-                _step(model, optimizer, batch, scaler)
+                step(model, optimizer, *batch, scaler, between=lambda: None)
             last = join()
         assert optimizer.compression_stats()["steps"] == 12
         assert scaler.get_scale() > 16 if scaled else (last, scaler.get_scale()) == (1, 1.0)
         same_on_ranks(last, fingerprint(model), scaler.get_scale())
+
+
+def an_op_that_compression_does_not_have_is_refused_in_words_for_dgcrun() -> None:
+    """They said how to edit the script."""
+    model = smooth_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=1)
+    error = error_of(lambda: hvd.DistributedOptimizer(sgd, model.named_parameters(), op=hvd.Adasum))
+    assert "--compression none" in error
 
 
 def stock_stays_reachable() -> None:
@@ -185,12 +162,12 @@ def test_scripts_that_know_horovod_only(controller):
     hvd.init()
     call_each(
         the_loss_scale_is_seen_without_an_edit,
-        each_optimizer_has_its_scaler,
         a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is,
         a_choice_among_ours_is_the_scripts,
         adam_and_others_are_told_once_on_rank_0,
         sparse_gradients_need_no_word_of_the_script,
         horovod_may_be_initialised_again,
         uneven_data_without_an_edit,
+        an_op_that_compression_does_not_have_is_refused_in_words_for_dgcrun,
         stock_stays_reachable,
     )

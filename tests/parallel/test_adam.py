@@ -17,8 +17,7 @@ from dgc_horovod.torch import Compression, WarmupSchedule, load_checkpoint, save
 from dgc_horovod.torch.elastic import TorchState
 from tests.helpers import regression, training
 from tests.helpers.errors import error_of
-from tests.helpers.interrupted import handed_over
-from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import UNROUNDED, batches, distance, fingerprint, smooth_model, weights
 from tests.helpers.training import train
 
@@ -160,20 +159,6 @@ def test_what_had_no_gradient_before_does_not_run_away():
         assert 0.1 < max(moved) < 50
 
 
-def test_density_1_with_coupled_decay_is_stock_horovod():
-    """Adam with weight decay in the gradient, in dense steps."""
-    ends = []
-
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.1)
-
-    for compression in (None, Compression.dgc(density=1.0, **UNROUNDED)):
-        model, optimizer = training.made(compression, adam)
-        train(model, optimizer, DENSE)
-        ends.append(weights(model))
-    assert distance(*ends) <= 1e-5
-
-
 def test_sums_of_gradients_go_as_far_as_averages():
     """In the last dense steps and the first of the others; Adam divides a sum by a second moment of sums."""
     moved, squares = [], []
@@ -186,41 +171,6 @@ def test_sums_of_gradients_go_as_far_as_averages():
         squares.append(float(optimizer.state[model[0].weight]["exp_avg_sq"].mean()))
     assert moved[1] == pytest.approx(moved[0], rel=1e-2)
     assert squares[1] == pytest.approx(4 * squares[0], rel=1e-2), "squares of sums of two"
-
-
-@pytest.mark.slow
-@pytest.mark.on_ranks(4, nodes=2)
-def test_on_nodes_each_worker_measures_its_part():
-    """Each of a node's two workers keeps half of the residual and measures half of each gradient."""
-    flat, alone = made(**UNROUNDED)
-    train(flat, alone, 1)
-    ours, optimizer = made(exchange="hierarchical", **UNROUNDED)
-    train(ours, optimizer, 1)
-    assert _kept(optimizer).numel() == 11_264 // 2
-    one, other = (session(each).exchange.second.saved() for each in (alone, optimizer))
-    for x, y in zip(one.values(), other.values(), strict=True):
-        # squares of a node's mean are less than those of its workers, in all rows alike but for chance
-        assert 0.4 < float(y[3:].mean()) / float(x[3:].mean()) <= 1
-        assert float(x[0]) == pytest.approx(float(y[0]), rel=0.5)
-    losses = train(ours, optimizer, 3 * DENSE)
-    assert sum(losses[-5:]) < sum(losses[:5])
-    same_on_ranks(fingerprint(ours), known(optimizer))
-
-
-@pytest.mark.parametrize(
-    ("at", "dense"), [(DENSE // 2, DENSE), (DENSE + 5, DENSE), (13, 0)], ids=["dense", "compressed", "from the first"]
-)
-def test_it_goes_on_where_it_was_interrupted(at, dense):
-    ends = []
-    for interrupted in (False, True):
-        model, optimizer = made(dense)
-        train(model, optimizer, at)
-        if interrupted:
-            model, optimizer = handed_over(model, optimizer, lambda model: made(dense, model)[1])
-        train(model, optimizer, 2 * DENSE)
-        ends.append([fingerprint(model), known(optimizer)])
-    assert ends[0] == ends[1]
-    same_on_ranks(fingerprint(model))
 
 
 def _counts(optimizer: Any) -> dict[str, list[float]]:
@@ -284,21 +234,6 @@ def test_a_stock_checkpoint_is_taken_over_with_its_momentum():
     same_on_ranks(fingerprint(other))
 
 
-def test_a_state_that_one_rank_asks_for_changes_nothing():
-    ends = []
-    for asks in ((), (DENSE - 2, DENSE + 2, DENSE + 5)):
-        model, optimizer = made(DENSE)
-
-        def ask(step: int, optimizer: Any = optimizer, asks: tuple[int, ...] = asks) -> None:
-            if hvd.rank() == 0 and step in asks:
-                optimizer.state_dict()
-
-        train(model, optimizer, 2 * DENSE, after_step=ask)
-        ends.append(fingerprint(model))
-    assert ends[0] == ends[1]
-    same_on_ranks(ends)
-
-
 def test_moments_of_each_ranks_own_are_refused():
     """A record of earlier versions."""
     _, optimizer = made()
@@ -337,31 +272,3 @@ def test_what_was_loaded_synced_or_left_by_a_join_is_whole(tmp_path):
     assert fingerprint(other) == fingerprint(model)
     assert sum(train(other, resumed, 30)) / 30 < 1.8, "it was about 5 at the start"
     same_on_ranks(fingerprint(other), known(resumed))
-
-
-def save_for_others(folder: Any) -> tuple[str, str]:
-    """On a rank: weights, and what is known."""
-    model, optimizer = made()
-    train(model, optimizer, DENSE)
-    save_checkpoint(folder, model, optimizer)
-    return fingerprint(model), known(optimizer)
-
-
-def load_of_others(folder: Any) -> tuple[str, str]:
-    """On a rank: what another number of ranks has saved, which it goes on with."""
-    model, optimizer = made(inner=smooth_model(1))
-    load_checkpoint(folder, model, optimizer)
-    loaded = fingerprint(model), known(optimizer)
-    assert sum(train(model, optimizer, 30)) / 30 < 1.8, "it was about 5 at the start"
-    same_on_ranks(fingerprint(model))
-    return loaded
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.on_ranks(0)
-@pytest.mark.parametrize(
-    ("before", "after"), [(2, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((4, 2), (2, 4)))]
-)
-def test_another_number_of_ranks_goes_on_with_it(before, after, tmp_path):
-    saved = on_ranks(save_for_others, before, arguments={"folder": tmp_path})
-    assert set(on_ranks(load_of_others, after, arguments={"folder": tmp_path})) == set(saved)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,24 +26,25 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"name": "AdamW", "weight_decay": 0.01, "betas": (0.9, 0.9)},
     "RMSprop": {"name": "RMSprop"},
 }
+VIEWS = {"gradient_as_bucket_view": True}  # of DDP
 each_optimizer = pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 
 
-def _started(
-    adapter: Adapter, optimizer: str = "SGD", mode: str | None = DENSE, views: bool = False, **fields: Any
-) -> Any:
-    """A run whose exchange stays what it is until it is told; mode None: it chooses."""
-    wrap = {"gradient_as_bucket_view": views} if adapter.name == "DDP" else None
+def started(
+    adapter: Adapter, optimizer: str = "SGD", mode: str | None = DENSE, wrap: Any = None, seed: int = 0,
+    more: Mapping[str, Any] = MappingProxyType({}), **fields: Any,
+) -> Any:  # fmt: skip
+    """A run whose exchange stays what it is until it is told; mode None: it chooses; `more`: of the optimizer."""
     compression = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
-    run = adapter.start(compression, wrap=wrap, **OPTIMIZERS[optimizer])
+    run = adapter.start(compression, wrap=wrap, seed=seed, **{**OPTIMIZERS[optimizer], **more})
     if mode is not None:
         run.take(mode)
     return run
 
 
-def _stock(adapter: Adapter, optimizer: str = "SGD", clip: float | None = None) -> Any:
+def stock(adapter: Adapter, optimizer: str = "SGD", clip: float | None = None, **more: Any) -> Any:
     """What `STEPS` steps of the framework alone make."""
-    run = adapter.start(None, **OPTIMIZERS[optimizer])
+    run = adapter.start(None, **{**OPTIMIZERS[optimizer], **more})
     run.clip = clip
     run.train(STEPS)
     return run
@@ -51,16 +53,16 @@ def _stock(adapter: Adapter, optimizer: str = "SGD", clip: float | None = None) 
 @each_adapter
 @each_optimizer
 def test_dense_steps_are_those_of_the_framework_bit_by_bit(adapter, optimizer):
-    run = _started(adapter, optimizer)
+    run = started(adapter, optimizer)
     run.train(STEPS)
-    assert run.print == _stock(adapter, optimizer).print
+    assert run.print == stock(adapter, optimizer).print
 
 
 @on_adapters("Horovod", slow=("DDP",))
 def test_clipped_dense_steps_are_those_of_the_framework_bit_by_bit(adapter):
-    run = _started(adapter, views=True, clip_norm=0.5)
+    run = started(adapter, wrap=VIEWS if adapter.name == "DDP" else None, clip_norm=0.5)
     run.train(STEPS)
-    assert run.print == _stock(adapter, clip=0.5).print
+    assert run.print == stock(adapter, clip=0.5).print
 
 
 def _train_with(run: Any, modes: Sequence[str]) -> Iterable[str]:
@@ -74,9 +76,9 @@ def _train_with(run: Any, modes: Sequence[str]) -> Iterable[str]:
 @each_adapter
 @pytest.mark.parametrize(("optimizer", "modes"), [("SGD", ORDER), ("AdamW", [DENSE])], ids=["SGD", "AdamW"])
 def test_a_switch_changes_nothing_at_density_1(adapter, optimizer, modes):
-    run = _started(adapter, optimizer, density=1.0, factor_masking=False, **UNROUNDED)
+    run = started(adapter, optimizer, density=1.0, factor_masking=False, **UNROUNDED)
     list(_train_with(run, modes))
-    assert distance(_stock(adapter, optimizer).weights, run.weights) <= 1e-5
+    assert distance(stock(adapter, optimizer).weights, run.weights) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_a_switch_changes_nothing_at_density_1(adapter, optimizer, modes):
     ],
 )
 def test_replicas_are_identical_after_every_step_of_every_switch(adapter, optimizer, views):
-    run = _started(adapter, optimizer, views=views)
+    run = started(adapter, optimizer, wrap=VIEWS if views else None)
     prints = list(_train_with(run, ORDER))
     assert len(set(prints)) == len(prints) and np.isfinite(run.weights).all()
     assert run.left() == 0, "dense steps leave nothing behind"
@@ -118,7 +120,7 @@ def test_all_that_was_accumulated_is_applied_once_steps_are_dense_again(adapter,
 def test_every_rank_comes_to_the_choice_that_the_clock_says(adapter):
     modes: list[str] = []
     with messages() as said:
-        run = _started(adapter, mode=None, density=0.01)
+        run = started(adapter, mode=None, density=0.01)
         for _ in range(4 * (SETTLING + MOST_TIMED)):
             mode = run.choice.mode
             run.step()
@@ -164,7 +166,7 @@ def test_a_job_that_has_lost_residuals_does_the_same_on_every_rank(
     adapter, optimizer, mode, ended, residuals, tmp_path
 ):
     """It goes on with what was chosen; where nothing was, the choice is made again."""
-    run = _started(adapter, optimizer, density=0.1)
+    run = started(adapter, optimizer, density=0.1)
     run.train(4)
     run.take(mode)
     run.train(4)
@@ -174,7 +176,7 @@ def test_a_job_that_has_lost_residuals_does_the_same_on_every_rank(
     if adapter.rank == 0:
         next(tmp_path.glob("*rank1.npz")).write_bytes(b"")
     adapter.barrier()
-    run = _started(adapter, optimizer, mode=None, density=0.1)
+    run = started(adapter, optimizer, mode=None, density=0.1)
     run.load(tmp_path, residuals=residuals)
     assert (run.choice.mode, run.choice.ended) == (mode if ended else DENSE, ended)
     for _ in range(3):
@@ -188,14 +190,14 @@ def test_a_job_that_has_lost_residuals_does_the_same_on_every_rank(
 def test_a_resumed_run_is_the_uninterrupted_one_in_each_state(adapter, optimizer, mode, tmp_path):
     ends = []
     for stops in (False, True):
-        run = _started(adapter, optimizer)
+        run = started(adapter, optimizer)
         run.train(STEPS // 3)
         run.take(DENSE if mode == EARLIER_FP16 else mode)
         run.train(STEPS // 3)
         if stops:
             run.choice.stay(mode)  # what earlier versions wrote where fp16 was chosen
             run.save(tmp_path)
-            run = _started(adapter, optimizer, mode=None)
+            run = started(adapter, optimizer, mode=None)
             run.load(tmp_path)
             run.steps = 2 * STEPS // 3
         run.train(STEPS // 3)
@@ -215,7 +217,7 @@ def test_workers_of_nodes_switch_alike(adapter, optimizer):
     else:
         from dgc_horovod.torch import node_process_sets
     adapter.ranks.init(process_sets=node_process_sets(2))
-    run = _started(adapter, optimizer, exchange="hierarchical", node_size=2)
+    run = started(adapter, optimizer, exchange="hierarchical", node_size=2)
     prints = list(_train_with(run, ORDER))
     assert len(set(prints)) == len(prints) and run.left() == 0 and np.isfinite(run.weights).all()
     same_on_ranks(prints)

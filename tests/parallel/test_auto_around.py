@@ -15,7 +15,7 @@ from dgc_horovod.planning.trial import COMPRESSED, DENSE, MOST_TIMED, SETTLING, 
 from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch import Compression, load_checkpoint, save_checkpoint
 from tests.helpers import training
-from tests.helpers.errors import error_of, error_told, stay_away
+from tests.helpers.errors import error_told, stay_away
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import adamw, nesterov, sgd
 from tests.helpers.run import STEPS
@@ -154,11 +154,6 @@ def test_a_choice_is_made_anew_after_a_trial_that_was_interrupted(tmp_path):
             load_checkpoint(tmp_path, model, optimizer)
         choice = session(optimizer).strategy.choice
         assert (choice.mode, choice.ended) == (DENSE, False)
-
-
-def test_what_does_not_go_together_is_refused():
-    assert "local_steps=4" in error_of(lambda: Compression.auto(local_steps=4, momentum_correction=False))
-    assert "Compression.auto" in error_of(lambda: Compression.dgc(total_steps=100))
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from dgc_horovod.core.selection import ResidualView
 from dgc_horovod.kernels.contract import NO_ELEMENTS, Elements
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
-from tests.helpers import hand_table
+from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.calls import calls_to_c
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
@@ -30,34 +29,6 @@ from tests.parallel import test_script_clipping as clipping
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 _slow_sgd = partial(sgd, lr=0.02)
-
-
-@pytest.mark.parametrize(
-    ("gradients", "nesterov", "table"),
-    [
-        pytest.param(hand_table.GRADIENTS, False, hand_table.MOMENTUM_TABLE, id="momentum"),
-        pytest.param(hand_table.GRADIENTS, True, hand_table.NESTEROV_TABLE, id="nesterov"),
-        pytest.param(hand_table.GRADIENTS_WITH_NAN, False, hand_table.NAN_TABLE, id="nan"),
-    ],
-)
-def test_hand_computed_steps(gradients, nesterov, table):
-    """Gradients are fed by ``loss = sum(w*g)``."""
-    w, rank = nn.Parameter(torch.zeros(2, 3)), hvd.rank()
-    sgd = torch.optim.SGD([w], lr=1.0, momentum=hand_table.MOMENTUM, nesterov=nesterov)
-    optimizer = DistributedOptimizer(sgd, [("w", w)], Compression.dgc(hand_table.DENSITY, min_numel=1))
-    for number, (each, row) in enumerate(zip(gradients, table, strict=True)):
-        optimizer.zero_grad()
-        before = w.detach().clone()
-        (w * torch.tensor(each[rank]).view(2, 3)).sum().backward()
-        optimizer.step()
-        arrays = session(optimizer).exchange.state_arrays()["w"]
-        assert arrays["u"].tolist() == row["u"][rank], number
-        assert arrays["v"].tolist() == row["v"][rank], number
-        moved = (before - w.detach()).flatten().tolist()
-        if row["mean"] is None:
-            assert w.grad.isnan().all() and moved == [0] * 6
-        else:
-            assert w.grad.flatten().tolist() == row["mean"] and moved == row["mean"]
 
 
 def test_few_calls_lie_between_a_hook_and_c():
@@ -101,36 +72,6 @@ def test_gradients_that_are_changed_too_late_are_told():
     assert sum("no effect" in text for text in texts) == (hvd.rank() == 0)
 
 
-def test_epoch_is_observed():
-    """A warm-up in epochs follows ``DistributedSampler.set_epoch``."""
-    model, optimizer = made(Compression.dgc(0.01, warmup=WarmupSchedule(epochs=3), min_numel=1))
-    sampler = torch.utils.data.DistributedSampler(range(64), num_replicas=hvd.size(), rank=hvd.rank())
-    densities, before = [], 0
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        train(model, optimizer, 1)
-        stats = optimizer.compression_stats()
-        densities.append((stats["selected"] - before) / (stats["elements"] / stats["steps"]))
-        before = stats["selected"]
-    assert densities == pytest.approx([0.25, 0.0625, 0.015625, 0.01], rel=0.01)
-    same_on_ranks(fingerprint(model))
-
-
-def test_synchronize_twice_is_once():
-    """A second synchronize(), or a step() that synchronizes although that is done, changes nothing."""
-    ends = []
-    for times in range(3):
-        model, optimizer = made(Compression.dgc(0.02))
-        for x, y in batches(10, hvd.rank()):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            for _ in range(times):
-                optimizer.synchronize()
-            optimizer.step()
-        ends.append(fingerprint(model))
-    assert ends[0] == ends[1] == ends[2]
-
-
 def _clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -158,21 +99,22 @@ def test_step_hooks_see_the_whole_step_once():
     assert distance(*ends) < 1e-5 and calls == [True] * 10
 
 
-@pytest.mark.parametrize("stock", [momentum_sgd, adamw])
-def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock):
+@pytest.mark.parametrize(("stock", "steps"), [(momentum_sgd, 1), (adamw, 10)])
+def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock, steps):
     """Horovod's idiom: rank 0 alone loads a stock checkpoint, then everything is broadcast."""
     model = smooth_model()
-    plain = stock(model)
-    batch = next(iter(batches(1, rank=0)))  # the same on every rank: stock needs no exchange
-    step(model, plain, *batch)
+    plain, data = stock(model), list(batches(2 * steps, rank=0))  # the same on every rank: stock needs no exchange
+    for batch in data[:steps]:
+        step(model, plain, *batch)
     again, optimizer = made(everything(), stock)
     if hvd.rank() == 0:
         again.load_state_dict(model.state_dict())
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     hvd.broadcast_parameters(again.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
-    step(model, plain, *batch)
-    step(again, optimizer, *batch)
+    for batch in data[steps:]:
+        step(model, plain, *batch)
+        step(again, optimizer, *batch)
     assert distance(weights(model), weights(again)) <= 1e-5
 
 

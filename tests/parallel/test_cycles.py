@@ -11,8 +11,7 @@ import pytest
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression
 from tests.helpers.growth import check_growth, each_length, growth
-from tests.helpers.interrupted import made
-from tests.helpers.training import train
+from tests.helpers.training import made, train
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2, timeout=280)]
 COMPRESSIONS = {

@@ -76,8 +76,6 @@ def _other_model(adapter: Adapter) -> Any:
 
 
 UNFIT: dict[str, tuple[str, Callable[[Path, Any], Any]]] = {  # words, and what is done
-    "other method": ("CheckpointError: .*momentum_correction", lambda folder, run: _started(
-        run.adapter, COMPRESSIONS["topk"]).load(folder)),
     "other model": ("CheckpointError: ", lambda folder, run: run.adapter.module.load_checkpoint(
         folder, _other_model(run.adapter), run.optimizer, residuals="ignored")),
     "other op": ("CheckpointError: .*(averaging.*summing|summing.*averaging)", lambda folder, run: _started(
@@ -88,7 +86,6 @@ UNFIT: dict[str, tuple[str, Callable[[Path, Any], Any]]] = {  # words, and what 
     "code": ("CheckpointError: ", lambda folder, run: run.save(folder, extra=run.adapter.ranks.Average, run=error_of)),
     "no name": ("CheckpointError: .*rank 1: the directory must be a path, got ''", lambda folder, run: run.save(
         "" if run.adapter.rank else folder)),
-    "a long name": ("CheckpointError: ", lambda folder, run: run.save(folder / ("x" * 300))),
     "no name to load": ("CheckpointError: ", lambda folder, run: run.load("" if run.adapter.rank else folder)),
     "not distributed": ("UnsupportedUse: ", lambda folder, run: run.adapter.module.save_checkpoint(
         folder, run.model, run.adapter.start(ALONE).optimizer)),

@@ -12,8 +12,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,40 +78,6 @@ def test_a_grad_scaler_skips_the_same_steps():
     assert scales[0] == scales[1]
 
 
-FIELDS: dict[str, Any] = {"density": 0.02, "min_numel": 64}
-COMPRESSIONS = {
-    "dgc": Compression.dgc(**FIELDS),
-    "dgc, tiny buckets": Compression.dgc(**FIELDS, bucket_bytes=4096),
-    "topk": Compression.topk(**FIELDS),
-    "gaussian": Compression.gaussian(**FIELDS),
-    "sampled": Compression.sampled(**FIELDS),
-    "sharded": Compression.dgc(**FIELDS, exchange="sharded", bucket_bytes=8192),
-    "dense path in fp16": Compression.dgc(**FIELDS, dense_values="fp16"),
-    "clipped": Compression.dgc(**FIELDS, clip_norm=0.5),
-    "checked": Compression.dgc(**FIELDS, check_every=2),
-}
-
-
-@each_number_of_ranks
-@pytest.mark.parametrize("name", COMPRESSIONS)
-def test_replicas_are_the_same_bits_and_little_is_sent(name):
-    model, optimizer = made(COMPRESSIONS[name], bucket_cap_mb=0.01)
-    train(model, optimizer, 6)
-    stats = optimizer.compression_stats()
-    assert stats["steps"] == 6 and stats["bytes_dense"] / stats["bytes_sent"] > 20
-    same_on_ranks(fingerprint(model))
-
-
-@each_number_of_ranks
-def test_registering_again():
-    """A second optimizer of the same model takes the gradients over; the first says so."""
-    model, first = made(FEW)
-    train(model, first, 2)
-    second = register(model, sgd(model), FEW)
-    train(model, second, 2)
-    assert second.compression_stats()["steps"] == 2 and "wrapped by another one since" in error_of(first.step)
-
-
 @each_number_of_ranks
 def test_what_a_message_says_to_do_works():
     """A model after an error of its DDP, and once it has been put into another one."""
@@ -157,10 +121,6 @@ def _more(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = sgd(model)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     return optimizer
-
-
-def _sharded() -> nn.Module:
-    return fully_shard(smooth_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def _plain(model: nn.Module) -> None:
@@ -214,8 +174,6 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         "UnsupportedUse: this DistributedDataParallel has a communication hook already",
         lambda: _register(_ddp(lambda model: model.register_comm_hook(None, _echo)))),
     "DistributedOptimizer of DDP": ("belongs to a model in DistributedDataParallel", lambda: _plain(_ddp())),
-    "FSDP": ("UnsupportedUse: the model is sharded (FSDP)", lambda: _register(_sharded())),
-    "DTensor": ("UnsupportedUse: '0.weight' is sharded over the ranks", lambda: _plain(_sharded())),
     "ZeRO": (
         "UnsupportedUse: ZeroRedundancyOptimizer is a distributed optimizer: it shards its state",
         lambda: _register(_ddp(), _zero)),

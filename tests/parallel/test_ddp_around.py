@@ -22,36 +22,17 @@ from tests.helpers.errors import error_of, error_told, stay_away
 from tests.helpers.loss_scaling import found_in_scripts
 from tests.helpers.metrics_file import check_metrics_file
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
-from tests.helpers.regression import UNROUNDED, batches, fingerprint, smooth_model
+from tests.helpers.regression import UNROUNDED, adamw, batches, fingerprint, smooth_model
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 FIELDS: dict[str, Any] = {"density": 0.02, "min_numel": 64}
 FEW = Compression.dgc(**FIELDS)
 
 
-def _clipped(model: Any, optimizer: Any, steps: int, limit: float) -> list[float]:
-    """Norms that a script sees which clips."""
-    norms = []
-    for x, y in batches(steps, dist.get_rank()):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        optimizer.step()
-    return norms
-
-
 def test_what_is_refused_on_one_rank_is_told_on_all():
     error = error_of(lambda: made(FEW, lambda model: sgd(model, dampening=0.1 * dist.get_rank())))
     assert "refused: rank 0 has nothing, rank 1 has SGD's dampening" in error, error
     same_on_ranks(error)
-
-
-def test_clipping_by_the_script_is_learned():
-    """``clip_grad_norm_`` after backward: every rank then clips its own gradient."""
-    model, optimizer = made(FEW)
-    norms = _clipped(model, optimizer, 5, 0.5)
-    assert [clip.limit for clip in session(optimizer).exchange.clipping.clips] == [0.5]
-    same_on_ranks(fingerprint(model), norms[-1])  # as with DDP alone, what the script sees is the same
 
 
 def test_clipping_in_a_hook_before_the_step_is_learned():
@@ -77,7 +58,7 @@ def test_a_layer_that_is_frozen_in_all_dense_steps_is_none_that_was_forgotten():
     warmup = WarmupSchedule(steps=4, first_density=1.0, factor=1e-3)
     model, optimizer = made(
         Compression.dgc(0.05, min_numel=64, warmup=warmup),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=0.003),
+        adamw,
         find_unused_parameters=True,
     )
     frozen = model.module[0].weight.requires_grad_(False)
@@ -92,37 +73,6 @@ def test_a_layer_that_is_frozen_in_all_dense_steps_is_none_that_was_forgotten():
     moved = float((frozen.detach() - before).abs().max())
     assert 0.003 < moved < 0.1, "what had no second moment yet is measured first, and trained then"
     same_on_ranks(fingerprint(model))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_networks_that_take_turns_lose_nothing(scale):
-    """What was selected of a frozen layer was thrown away, at every step.
-
-    What was applied, and what waits, are the gradients of two layers that are frozen in turn.
-    """
-    model, optimizer = made(
-        Compression.topk(**FIELDS),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        find_unused_parameters=True,
-    )
-    scaler = torch.amp.GradScaler("cpu", scale, growth_interval=100, enabled=scale > 1)
-    layers = [model.module[0].weight, model.module[2].weight]
-    before, sums = [p.detach().clone() for p in layers], [torch.zeros_like(p) for p in layers]
-    for p, total in zip(layers, sums, strict=True):
-        p.register_hook(lambda grad, total=total: [total.add_(grad / scale), grad][1])
-    for step, (x, y) in enumerate(batches(8, dist.get_rank())):
-        for i, p in enumerate(layers):
-            p.requires_grad_(step % 2 == i)
-        optimizer.zero_grad()
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    exchange = session(optimizer).exchange
-    for p, was, total in zip(layers, before, sums, strict=True):
-        total -= torch.from_numpy(exchange.state_arrays()[exchange.names[p]]["v"]).view(p.shape)
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-        assert float(((was - p.detach()) / 0.1 - total).norm() / total.norm()) < 1e-4
 
 
 def test_a_gradient_that_no_scaler_has_scaled_is_taken_as_it_is():
@@ -227,9 +177,9 @@ def test_a_metrics_file_that_cannot_be_written_stops_every_rank_alike():
         patch.setenv("DGC_METRICS_FILE", f"{os.devnull}/metrics.jsonl")
         error = error_of(lambda: register(model, optimizer, FEW))
     assert "refused: rank 0 has the metrics file" in error
-    _clipped(model, optimizer, 2, 1.0)
+    train(model, optimizer, 2)
     register(model, optimizer, FEW)
-    _clipped(model, optimizer, 2, 1.0)
+    train(model, optimizer, 2)
     same_on_ranks(error, fingerprint(model))
 
 

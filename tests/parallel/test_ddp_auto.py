@@ -13,21 +13,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, MOST_TIMED, SETTLING
 from dgc_horovod.testing.torch import session, take
 from dgc_horovod.torch.ddp import Compression, register
-from tests.helpers.ddp_training import made, sgd, train
+from tests.helpers.ddp_training import made, train
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import batches, distance, fingerprint, weights
+from tests.helpers.regression import batches, distance, fingerprint, nesterov, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(2)]
 STEPS = 24
 
 
-def _nesterov(model: Any) -> torch.optim.Optimizer:
-    return sgd(model, nesterov=True, weight_decay=1e-3)
-
-
 def _started(mode: str | None = None, **fields: Any) -> tuple[Any, Any]:
-    model, optimizer = made(Compression.auto(**{"density": 0.05, "min_numel": 16, **fields}), _nesterov)
+    model, optimizer = made(Compression.auto(**{"density": 0.05, "min_numel": 16, **fields}), nesterov)
     if mode is not None:
         take(optimizer, mode)
     return model, optimizer
@@ -67,10 +63,10 @@ def test_hooks_are_called_once_a_step_after_loading(mode):
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_model_is_given_back_to_ddp(first, halves):
     """One that was compressed, or trained with local steps, is DDP's own again; the first optimizer lives."""
-    model, before = made(first, _nesterov)
-    optimizer = register(model, _nesterov(model), Compression.fp16 if halves else Compression.none)
+    model, before = made(first, nesterov)
+    optimizer = register(model, nesterov(model), Compression.fp16 if halves else Compression.none)
     train(model, optimizer, STEPS)
-    stock, inner = made(None, _nesterov)
+    stock, inner = made(None, nesterov)
     if halves:
         stock.register_comm_hook(None, default_hooks.fp16_compress_hook)
     train(stock, inner, STEPS)

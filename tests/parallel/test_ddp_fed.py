@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer, ddp, node_process_sets
-from tests.helpers.fed import DENSITY, MIN_NUMEL, RATE, SETTINGS, SHAPES, STEPS, gradients, looked_at
+from tests.helpers.fed import DENSITY, LOOKED_AT, MIN_NUMEL, RATE, SETTINGS, SHAPES, STEPS, gradients, looked_at
+from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.regression import fingerprint
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2, "torch")]
@@ -70,6 +71,16 @@ def _process_group(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def fed_to_horovod() -> dict[str, list[dict[str, str]]]:
+    """On a rank: setting -> what `looked_at` says after each step of Horovod's adapter."""
+    found = {name: _run(PRESETS[name][1], _by_horovod(PRESETS[name][0].config), in_ddp=False) for name in SETTINGS}
+    return {name: [{what: row[what] for what in LOOKED_AT} for row in rows] for name, rows in found.items()}
+
+
+def _by_horovod(config: Any) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, optimizer: DistributedOptimizer(optimizer, model.named_parameters(), config)
+
+
 def _run(options: dict[str, Any], wrap: Callable[[nn.Module, Any], Any], in_ddp: bool) -> Any:
     """What is kept and sent after each step."""
     model: Any = DistributedDataParallel(_Fed(), bucket_cap_mb=0.01) if in_ddp else _Fed()
@@ -87,11 +98,12 @@ def _run(options: dict[str, Any], wrap: Callable[[nn.Module, Any], Any], in_ddp:
 def _compare(compression: Any, options: dict[str, Any], in_any_order: bool = False) -> Any:
     """The rows of Horovod's adapter, which are those of the others."""
     config = compression.config
-    ours = _run(options, lambda m, o: DistributedOptimizer(o, m.named_parameters(), config), in_ddp=False)
+    ours = _run(options, _by_horovod(config), in_ddp=False)
     in_ddp = _run(options, lambda m, o: ddp.register(m, o, config), in_ddp=True)
     plain = _run(options, lambda m, o: ddp.DistributedOptimizer(o, m.named_parameters(), config), in_ddp=False)
     assert len(ours) == STEPS and len({row["weights"] for row in in_ddp}) > 2, "nothing was trained"
     assert in_any_order or ours == in_ddp == plain
+    same_on_ranks([[row["weights"] for row in rows] for rows in (ours, in_ddp, plain)])
     return ours
 
 

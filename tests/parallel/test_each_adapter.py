@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -17,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_  # by name, before anything of ours i
 
 from dgc_horovod.testing.torch import session
 from dgc_horovod.torch.ddp import Compression
-from tests.helpers.adapters import on_adapters
+from tests.helpers.adapters import Adapter, on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
@@ -140,24 +139,22 @@ def test_a_rank_that_measures_more_than_the_others_makes_nobody_wait(adapter, li
     All ranks clip, or log, and rank 0 logs a layer's norm as well; rank 1 leaves out what it logs now and then.
     """
     model, optimizer = adapter.made(Compression.dgc(0.05, min_numel=64))
-    first = next(model.parameters())
-    for number, (x, y) in enumerate(adapter.batches(12)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        if adapter.name == "Horovod":
-            optimizer.synchronize()
+    norms: list[float] = []
+
+    def clip(number: int) -> None:
         if adapter.rank == 0 and number % 4 > 1:
-            clip_grad_norm_(first, 1e6)
+            clip_grad_norm_(next(model.parameters()), 1e6)
         for most in (C, 1e6) if limit == C else (1e6,):  # what is clipped is logged after that
             left_out = number == 4 if adapter.name == "DDP" else number % 4 == 2
             if adapter.rank == 0 or limit == C or not left_out:
-                norm = float(clip_grad_norm_(model.parameters(), most))
-        with optimizer.skip_synchronize() if adapter.name == "Horovod" else contextlib.nullcontext():
-            optimizer.step()
+                norms.append(float(clip_grad_norm_(model.parameters(), most)))
+
+    for number, (x, y) in enumerate(adapter.batches(12)):
+        step(model, optimizer, x, y, between=functools.partial(clip, number))
     if limit == C:
         assert session(optimizer).exchange.clipping.clips[-1].limit == C
     if limit == C or adapter.name == "DDP":
-        same_on_ranks(norm)
+        same_on_ranks(norms[-1])
     same_on_ranks(fingerprint(model))
 
 
@@ -168,24 +165,49 @@ def test_a_script_that_clips_by_hand_is_told_how_to_clip(adapter, clip_norm):
     unused = {"find_unused_parameters": True} if adapter.name == "DDP" else {}
     model, optimizer = adapter.made(Compression.dgc(0.05, clip_norm=clip_norm), **unused)
     next(model.parameters()).requires_grad_(False)
+
+    def clip() -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+        for grad in grads:
+            grad.data.mul_(min(1.0, 0.1 / norm))
+
     with messages() as texts:
         for x, y in adapter.batches(3):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            if adapter.name == "Horovod":
-                optimizer.synchronize()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            norm = float(torch.stack([grad.norm() for grad in grads]).norm())
-            for grad in grads:
-                grad.data.mul_(min(1.0, 0.1 / norm))
-            with optimizer.skip_synchronize() if adapter.name == "Horovod" else contextlib.nullcontext():
-                optimizer.step()
+            step(model, optimizer, x, y, between=clip)
     told = [text for text in texts if "clip" in text]
     assert len(told) == (adapter.rank == 0)
     for text in told:
         assert "pass clip_norm=c" in text
         assert adapter.name == "DDP" or "changed p.grad between synchronize() and step()" in text
     same_on_ranks(fingerprint(model))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "scale"), [(Adapter("Horovod"), 1.0), (Adapter("DDP"), 1.0), (Adapter("DDP"), 1024.0)]
+)
+def test_networks_that_take_turns_lose_nothing(adapter, scale):
+    """What was selected of a frozen layer was thrown away, at every step.
+
+    What was applied, and what waits, are the gradients of two layers that are frozen in turn.
+    """
+    unused = {"find_unused_parameters": True} if adapter.name == "DDP" else {}
+    compression = Compression.topk(0.02, min_numel=64)
+    model, optimizer = adapter.made(compression, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **unused)
+    scaler = torch.amp.GradScaler("cpu", scale, growth_interval=100, enabled=scale > 1)
+    layers = [p for p in model.parameters() if p.ndim > 1][:2]
+    before, sums = [p.detach().clone() for p in layers], [torch.zeros_like(p) for p in layers]
+    for p, total in zip(layers, sums, strict=True):
+        p.register_hook(lambda grad, total=total: [total.add_(grad / scale), grad][1])
+    for number, (x, y) in enumerate(adapter.batches(8)):
+        for i, p in enumerate(layers):
+            p.requires_grad_(number % 2 == i)
+        step(model, optimizer, x, y, scaler)
+    exchange = session(optimizer).exchange
+    for p, was, total in zip(layers, before, sums, strict=True):
+        waits = exchange.state_arrays()[exchange.names[p]]["v"].reshape(p.shape)
+        given = torch.from_numpy(adapter.mean(total.numpy() - waits))
+        assert waits.any() and distance(given, (was - p.detach()) / 0.1) < 1e-4
 
 
 class Around(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from dgc_horovod.testing.torch import session
 from dgc_horovod.torch import Compression, DistributedOptimizer
 from tests.helpers.metrics_file import check_metrics_file
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.regression import sgd
+from tests.helpers.run import everything
 from tests.helpers.timeline import operations
-from tests.helpers.training import UNROUNDED, distance, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.training import UNROUNDED, distance, fingerprint, made, smooth_model, train, weights
 
 pytestmark = pytest.mark.parallel
 
@@ -33,20 +36,12 @@ def _of_pair() -> Any:
 def test_process_set_subset():
     """Ranks 0 and 1 exchange, the others train alone: as stock with the same process set."""
     pair, ends = _of_pair(), []
-    for ours in (False, True):
-        model = smooth_model()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        if ours:
-            compression = Compression.dgc(1.0, factor_masking=False, min_numel=1, **UNROUNDED)
-            optimizer = DistributedOptimizer(sgd, model.named_parameters(), compression, process_set=pair)
-        else:
-            optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), process_set=pair)
+    for compression in (None, everything()):
+        model, optimizer = made(compression, sgd, process_set=pair)
         train(model, optimizer, 20)
         ends.append(model)
-    model = smooth_model()  # whose optimizer has no state: ranks outside the set broadcast nothing, nor may those in it
-    plain = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.05), model.named_parameters(), Compression.dgc(0.1), process_set=pair
-    )
+    # without state: ranks outside the set broadcast nothing, nor may those in it
+    _, plain = made(Compression.dgc(0.1), partial(sgd, momentum=0), process_set=pair)
     hvd.broadcast_optimizer_state(plain, 0)
     plain.set_backward_passes_per_step(2)
     first, second, other = hvd.allgather_object(fingerprint(ends[1]))  # a rank that ends early ends the process sets
@@ -60,34 +55,10 @@ def test_process_set_subset():
 @pytest.mark.on_ranks(3)
 def test_overlapping_process_sets():
     """An optimizer on ranks 0 and 1, then one on all ranks over the same parameter names."""
-    pair, model = _of_pair(), smooth_model()
-    small = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1), process_set=pair)
-    train(model, small, 2)
-    del small
-    model = smooth_model()
-    train(model, DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.1)), 5)
+    train(*made(Compression.dgc(0.1), process_set=_of_pair()), 2)
+    model, optimizer = made(Compression.dgc(0.1))
+    train(model, optimizer, 5)
     same_on_ranks(fingerprint(model))
-
-
-def _at_half_density() -> None:
-    """Where an allgather of packets would cost more than a dense ring."""
-    hvd.init()
-    model = smooth_model()
-    optimizer = DistributedOptimizer(momentum_sgd(model), model.named_parameters(), Compression.dgc(0.5))
-    train(model, optimizer, 10)
-    stats = optimizer.compression_stats()
-    headers = 12 * stats["steps"]  # flag and step of the one bucket
-    assert stats["bytes_sent"] <= stats["bytes_dense"] + headers
-    assert stats["bytes_received"] <= stats["bytes_dense_received"] + 3 * headers
-    same_on_ranks(fingerprint(model))
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_half_density_sends_no_more_than_dense_on_four_ranks(tmp_path):
-    metrics = tmp_path / "metrics.jsonl"
-    on_ranks(_at_half_density, 4, environment={"DGC_METRICS_FILE": str(metrics)}, fresh=True)
-    check_metrics_file(metrics, "dgc")
 
 
 def _train_with_a_marker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,46 +22,28 @@ from tests.helpers.errors import error_told, stay_away
 from tests.helpers.keras_training import BATCH, BATCHES, fingerprint, fit, keras, momentum_sgd, shard, smooth_model
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.run import UNROUNDED
+from tests.parallel.test_auto import OPTIMIZERS, STEPS, started, stock
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(2)]
-STEPS = 24
-SGD: dict[str, Any] = {"name": "SGD", "momentum": 0.9}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {**SGD, "nesterov": True, "weight_decay": 1e-3},
-    "AdamW": {"name": "AdamW", "weight_decay": 0.01, "betas": (0.9, 0.9)},
-}
-
-
-def _started(
-    optimizer: dict[str, Any] = OPTIMIZERS["SGD"], mode: str | None = DENSE, seed: int = 0, **fields: Any
-) -> Any:
-    wrap = fields.pop("wrap", None)
-    compression = Compression.auto(**{"density": 0.05, "min_numel": 16, **fields})
-    run = Adapter("Keras").start(compression, seed=seed, wrap=wrap, **optimizer)
-    if mode is not None:
-        run.take(mode)
-    return run
-
-
-def _stock(**optimizer: Any) -> Any:
-    run = Adapter("Keras").start(None, **optimizer)
-    run.train(STEPS)
-    return run
+KERAS = Adapter("Keras")
+PLAIN = {"nesterov": False, "weight_decay": None}
+_started, _stock = partial(started, KERAS), partial(stock, KERAS)
 
 
 @pytest.mark.parametrize("limit", [{"clipnorm": 0.05}, {"clipvalue": 0.001}])
 def test_dense_steps_are_clipped_as_keras_clips_bit_by_bit(limit):
-    run = _started({**SGD, **limit})
+    run = _started(more={**PLAIN, **limit})
     run.train(STEPS)
-    assert run.print == _stock(**SGD, **limit).print
+    assert run.print == _stock(**PLAIN, **limit).print
 
 
 @pytest.mark.parametrize(("fields", "limit"), [({"clip_norm": 0.1}, {}), ({}, {"global_clipnorm": 0.1})])
 def test_dense_steps_are_clipped_by_a_norm_of_all(fields, limit):
-    run = _started({**SGD, **limit}, **fields)
+    run = _started(more={**PLAIN, **limit}, **fields)
     run.train(STEPS)
-    stock = _stock(**SGD, global_clipnorm=0.1)
-    np.testing.assert_allclose(run.weights, stock.weights, rtol=1e-5, atol=1e-7)  # a sum in another order
+    np.testing.assert_allclose(
+        run.weights, _stock(**PLAIN, global_clipnorm=0.1).weights, rtol=1e-5, atol=1e-7
+    )  # a sum in another order
 
 
 @pytest.mark.parametrize("eagerly", [False, True])
@@ -72,9 +55,9 @@ def test_dense_steps_of_fit(eagerly):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("optimizer", [{**SGD, "lr": 0.002}, OPTIMIZERS["AdamW"]], ids=["SGD", "AdamW"])
-def test_the_momentum_of_sums_that_comes_back_is_of_the_size_that_went(optimizer):
-    run = _started(optimizer, density=0.5, wrap={"op": hvd.Sum})
+@pytest.mark.parametrize(("optimizer", "more"), [("SGD", {**PLAIN, "lr": 0.002}), ("AdamW", {})])
+def test_the_momentum_of_sums_that_comes_back_is_of_the_size_that_went(optimizer, more):
+    run = _started(optimizer, more=more, density=0.5, wrap={"op": hvd.Sum})
     momentum = []
     for mode in (DENSE, COMPRESSED, DENSE):
         run.take(mode)
@@ -89,7 +72,7 @@ def test_the_momentum_of_sums_that_comes_back_is_of_the_size_that_went(optimizer
 def test_weights_of_other_dtypes(dtype):
     keras.config.set_dtype_policy(dtype)
     try:
-        run = _started(SGD)
+        run = _started(more=PLAIN)
     finally:
         keras.config.set_dtype_policy("float32")
     for mode in (DENSE, COMPRESSED, DENSE, COMPRESSED, COMPRESSED, DENSE):
@@ -100,7 +83,8 @@ def test_weights_of_other_dtypes(dtype):
 
 
 def test_a_limit_that_would_cut_what_is_handed_back():
-    run = _started({"name": "SGD", "lr": 0.01, "clipvalue": 1e-6}, factor_masking=False, **UNROUNDED)
+    more = {**PLAIN, "momentum": 0.0, "lr": 0.01, "clipvalue": 1e-6}
+    run = _started(more=more, factor_masking=False, **UNROUNDED)
     for mode in (COMPRESSED, DENSE):
         run.take(mode)
         run.train(STEPS // 2)
@@ -110,15 +94,15 @@ def test_a_limit_that_would_cut_what_is_handed_back():
 def test_learning_rates_that_a_callback_sets():
     teller = callbacks.LearningRateScheduleCallback(0.05, lambda epoch: 0.5 if epoch else 1.0, staircase=True)
     x, y = shard(hvd.rank())
-    run, reference = _started(), Adapter("Keras").start(None, **OPTIMIZERS["SGD"])
+    run, reference = _started(), KERAS.start(None, **OPTIMIZERS["SGD"])
     for each in (run, reference):
         each.model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[teller])
     assert run.print == reference.print
 
 
 def test_a_checkpoint_of_no_step_has_chosen_nothing(tmp_path):
-    _started(OPTIMIZERS["AdamW"], mode=None).save(tmp_path)
-    resumed = _started(OPTIMIZERS["AdamW"], mode=None, seed=5)
+    _started("AdamW", mode=None).save(tmp_path)
+    resumed = _started("AdamW", mode=None, seed=5)
     resumed.load(tmp_path)
     resumed.train(3)
     assert (resumed.choice.mode, resumed.choice.ended) == (DENSE, False)
@@ -153,7 +137,7 @@ def test_a_trial_that_was_interrupted_begins_anew_and_loses_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_what_waits_of_variables_goes_with_them_to_another_set(name):
     """Other variables in mid-run end a trial without a choice; stock Horovod's exchange stays."""
-    run = _started(OPTIMIZERS[name])
+    run = _started(name)
     run.train(1)
     run.take(COMPRESSED)
     run.train(3)
@@ -168,24 +152,6 @@ def test_what_waits_of_variables_goes_with_them_to_another_set(name):
     assert [each.choice.mode for each in run.session.exchanges] == [DENSE, DENSE]
     assert np.isfinite(run.weights).all()
     same_on_ranks(run.print)
-
-
-def test_sparse_gradients_are_left_to_stock_horovod():
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Embedding(50, 8), keras.layers.Dense(40)])
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), compression=Compression.auto(min_numel=16))
-    for i in range(3):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(tf.constant([[i, i + 1, hvd.rank()]])) ** 2)
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    assert session(optimizer).settings.config is None
-    same_on_ranks(fingerprint(model))
-
-
-def test_amsgrad_is_left_to_stock_horovod():
-    amsgrad = DistributedOptimizer(keras.optimizers.Adam(amsgrad=True), compression=Compression.auto(min_numel=16))
-    assert session(amsgrad).settings.config is None
-    same_on_ranks(fingerprint(fit(smooth_model(), amsgrad, 1)))
 
 
 def test_a_tape_is_left_to_stock_horovod():

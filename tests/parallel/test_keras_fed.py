@@ -39,7 +39,7 @@ def _runner(optimizer: Any, variables: list[Any], mode: str) -> Any:
 
 
 def with_tensorflow(mode: str) -> dict[str, list[dict[str, str]]]:
-    """As `with_torch`."""
+    """As `fed_to_horovod`."""
     found = {}
     for name, (fields, options) in SETTINGS.items():
         variables = _variables()
@@ -55,11 +55,9 @@ def with_tensorflow(mode: str) -> dict[str, list[dict[str, str]]]:
 
 @functools.cache
 def _of_torch() -> list[Any]:
-    from tests.helpers.fed_to_torch import (
-        with_torch,
-    )  # not on ranks of Keras: Horovod has process sets of one framework
+    from tests.parallel.test_ddp_fed import fed_to_horovod  # not on ranks of Keras: Horovod has one framework's sets
 
-    return on_ranks(with_torch, 2, "torch")
+    return on_ranks(fed_to_horovod, 2, "torch")
 
 
 @pytest.mark.slow  # that bits stay what they were: test_transcripts.py

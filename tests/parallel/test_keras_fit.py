@@ -11,21 +11,17 @@ import pytest
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
 
 import horovod.tensorflow as hvd
-import tensorflow as tf
 
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, WarmupSchedule
 from dgc_horovod.testing.tensorflow import session
 from tests.helpers.keras_training import (
-    BATCH,
     alone,
     distance,
     fingerprint,
     fit,
     fitted,
-    gradients_of,
     keras,
     momentum_sgd,
-    shard,
     smooth_model,
 )
 from tests.helpers.on_ranks import same_on_ranks
@@ -145,25 +141,6 @@ def test_density_one_with_options(name):
     fields, options = OPTIONS[name]
     dense = alone(momentum_sgd(**options)) if options else _one_process()
     assert distance(dense, fitted(momentum_sgd(**options), everything(**fields))) <= SAME
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_own_loops_are_fit(mode):
-    """A custom loop, in a tf.function that builds the optimizer and eagerly."""
-    by_fit = fitted(momentum_sgd(), Compression.dgc(0.05), epochs=1)
-    model, (x, y) = smooth_model(), shard(hvd.rank())
-    optimizer = DistributedOptimizer(momentum_sgd(), compression=Compression.dgc(0.05))
-
-    def step(a: Any, b: Any) -> None:
-        gradients = gradients_of(model, a, b)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    run = tf.function(step) if mode == "graph" else step
-    for start in range(0, len(x), BATCH):
-        run(tf.constant(x[start : start + BATCH]), tf.constant(y[start : start + BATCH]))
-    assert distance(by_fit, model) <= 1e-3  # the loss is summed in another order
-    same_on_ranks(fingerprint(model))
 
 
 @pytest.mark.slow

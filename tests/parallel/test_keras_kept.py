@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from dgc_horovod import WarmupSchedule
-from dgc_horovod.tensorflow import DistributedGradientTape
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
 from dgc_horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+from dgc_horovod.testing.tensorflow import session
 from tests.helpers.errors import error_of
 from tests.helpers.keras_training import fit, keras, momentum_sgd, smooth_model, weights
 from tests.helpers.on_ranks import same_on_ranks
@@ -151,24 +151,6 @@ def test_an_apply_of_its_own_is_refused():
     assert "steps in an apply() of its own" in error
 
 
-def test_a_scaled_tape_is_refused():
-    (variable,) = _variables(1)
-    scaler = keras.optimizers.LossScaleOptimizer(momentum_sgd())
-    with tf.GradientTape() as tape:
-        loss = scaler.scale_loss(tf.reduce_sum(variable * 1.0))
-    tape = DistributedGradientTape(tape, compression=Compression.topk(density=0.01, min_numel=1))
-    error = error_of(lambda: scaler.apply(tape.gradient(loss, [variable]), [variable]))
-    assert "DistributedOptimizer(LossScaleOptimizer(optimizer))" in error
-
-
-def test_a_model_that_one_rank_alone_has_built():
-    model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(1)])
-    if hvd.rank() == 0:
-        model.build((None, 32))
-    fit(model, DistributedOptimizer(momentum_sgd(learning_rate=0.01)), 1, [BroadcastGlobalVariablesCallback(0)])
-    same_on_ranks(float(weights(model).sum()))
-
-
 def test_a_first_batch_that_overflows_in_eager_mode():
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -203,6 +185,8 @@ def test_a_choice_without_compression_keeps_its_limit(what):
     if what == "sparse":
         gradient = tf.IndexedSlices(gradient, tf.range(SIZE[0]), tf.constant(SIZE))
     optimizer.apply([gradient], [variable])
+    assert session(optimizer).settings.config is None
+    same_on_ranks(variable.numpy().tolist())
     moved = variable.numpy() if what == "sparse" else 10 * optimizer._momentums[0].numpy()
     assert float(np.linalg.norm(moved)) == pytest.approx(0.1, rel=1e-4)
 

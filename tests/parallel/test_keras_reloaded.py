@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from dgc_horovod.tensorflow import broadcast_variables
 from dgc_horovod.tensorflow.keras import Compression, DistributedOptimizer, load_checkpoint, save_checkpoint
-from tests.helpers.keras_training import BATCH, fingerprint, keras, momentum_sgd, shard, smooth_model, weights
+from tests.helpers.keras_training import fingerprint, keras, momentum_sgd, smooth_model, train, weights
 from tests.helpers.logs import messages
 from tests.helpers.on_ranks import same_on_ranks
 
@@ -38,15 +38,8 @@ def _optimizer(way: str) -> Any:
 def _trained(way: str, steps: int = 3, seed: int = 0) -> Any:
     model = smooth_model(seed)
     model.compile(_optimizer(way), "mse")
-    _train(model, steps)
+    train(model, steps)
     return model
-
-
-def _train(model: Any, steps: int) -> None:
-    x, y = shard(hvd.rank())
-    for step in range(steps):
-        at = BATCH * (step % 8)
-        model.train_on_batch(x[at : at + BATCH], y[at : at + BATCH])
 
 
 def _inner(model: Any) -> Any:
@@ -73,7 +66,7 @@ def test_what_was_loaded_is_saved_and_not_flushed_away(way, tmp_path):
     _inner(model).save_own_variables(velocity)
     if way == "local":  # the file of one rank
         saved = hvd.broadcast(tf.constant(saved), 0, name="saved").numpy()
-    _train(model, 6)
+    train(model, 6)
     if way == "local":  # of local steps it is known between two rounds
         model.optimizer.exchange()
     assert _kept(_inner(model)) > 0
@@ -87,7 +80,7 @@ def test_what_was_loaded_is_saved_and_not_flushed_away(way, tmp_path):
     assert np.array_equal(weights(model), saved) and np.array_equal(_slots(_inner(model)), before)
     assert _kept(_inner(model)) == 0
     with messages() as said:
-        _train(model, 1)
+        train(model, 1)
     assert len([text for text in said if "checkpoint was loaded" in text]) == (hvd.rank() == 0)
     same_on_ranks(fingerprint(model) if way != "local" else "")
 
@@ -97,7 +90,7 @@ def test_a_checkpoint_brings_what_it_has(tmp_path):
     file = tmp_path / f"{hvd.rank()}.weights.h5"
     model = _trained("dgc")
     model.save_weights(file)
-    _train(model, 6)
+    train(model, 6)
     save_checkpoint(tmp_path / "ours", model)
     waits = _kept(model.optimizer)
     model.load_weights(file)
@@ -114,7 +107,7 @@ def test_what_was_loaded_is_what_a_checkpoint_has(tmp_path):
     file = tmp_path / f"{hvd.rank()}.weights.h5"
     model = _trained("dgc")
     model.save_weights(file)
-    _train(model, 6)
+    train(model, 6)
     model.load_weights(file)
     save_checkpoint(tmp_path / "ours", model)
     resumed = _trained("dgc", 0, seed=5)
@@ -122,7 +115,7 @@ def test_what_was_loaded_is_what_a_checkpoint_has(tmp_path):
     assert _kept(resumed.optimizer) == 0
     broadcast_variables(model.optimizer.variables, 0)  # the checkpoint has those of the first rank
     for each in (model, resumed):
-        _train(each, 3)
+        train(each, 3)
     assert fingerprint(model) == fingerprint(resumed), "resumed from the checkpoint it is another run"
 
 
@@ -132,14 +125,14 @@ def test_one_rank_may_load_for_all(tmp_path):
     saved = weights(model)
     file = tmp_path / f"{hvd.rank()}.weights.h5"
     model.save_weights(file)
-    _train(model, 6)
+    train(model, 6)
     if hvd.rank() == 0:
         model.load_weights(file)
     for variables in (model.variables, model.optimizer.variables):
         broadcast_variables(variables, 0)
     model.optimizer.flush()
     assert np.array_equal(weights(model), saved)
-    _train(model, 3)
+    train(model, 3)
     same_on_ranks(fingerprint(model))
 
 
@@ -156,7 +149,7 @@ def test_slots_that_are_set_are_taken_over(way):
     slots: dict[str, Any] = {}
     optimizer.save_own_variables(slots)
     assert all(np.array_equal(slots[str(i)], value) for i, value in enumerate(values))
-    _train(model, 1)
+    train(model, 1)
     kernels = [slot.numpy() for slot in optimizer.variables if slot.shape.rank == 2 and slot.shape[1] > 1]
     assert any(kernel.any() for kernel in kernels) == (way == "local")
 
@@ -178,4 +171,5 @@ def test_weights_of_one_step_ago_are_noticed(way):
             apply(tf.zeros((40, 50)))
     later = [text for text in said if "checkpoint was loaded" in text]
     assert not early and len(later) == (hvd.rank() == 0 and way != "auto")
+    assert all("the optimizer is at iteration 3" in text for text in later)
     assert way == "topk" or np.array_equal(variable.numpy(), at)

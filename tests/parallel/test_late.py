@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_
 
 from dgc_horovod.testing.torch import session
 from tests.helpers.adapters import Adapter, Compression, on_adapters
 from tests.helpers.late import SPEEDS, ready
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.regression import adamw, fingerprint, sgd
+from tests.helpers.regression import adamw, fingerprint, sgd, step
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
 FIELDS: dict[str, Any] = {"density": 0.05, "min_numel": 16, "bucket_bytes": 1024}
@@ -37,11 +38,9 @@ def _weights(adapter: Any, make: Any, fields: dict[str, Any]) -> str:
         model, optimizer = adapter.made(Compression.dgc(**FIELDS, **fields), make, **options)
         with ready(speed, adapter.rank):
             for number, (x, y) in enumerate(adapter.batches(6)):
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                if adapter.name == "DDP" and number > 3:  # norms of all ranks are shared, among the other collectives
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
+                # norms of all ranks are shared, among the other collectives
+                clips = partial(clip_grad_norm_, model.parameters(), 0.1) if adapter.name == "DDP" else None
+                step(model, optimizer, x, y, between=clips if number > 3 else None)
         found.append(fingerprint(model))
     assert len(set(found)) == 1
     same_on_ranks(found[0])

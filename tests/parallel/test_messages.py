@@ -10,7 +10,6 @@ import horovod.torch as hvd
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from dgc_horovod import __version__
 from dgc_horovod.torch import Compression, DistributedOptimizer, WarmupSchedule
@@ -19,7 +18,7 @@ from tests.helpers.adapters import Adapter
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.together import call_each
-from tests.helpers.training import batches, fingerprint, momentum_sgd, smooth_model, train, weights
+from tests.helpers.training import first_loss, momentum_sgd, smooth_model, train
 from tests.parallel import test_disagreement
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(2)]
@@ -36,42 +35,11 @@ def _wrapped(
     return DistributedOptimizer(stock(model), names or model.named_parameters(), compression, **more)
 
 
-def _loss(model: nn.Module) -> torch.Tensor:
-    x, y = next(iter(batches(1, hvd.rank())))
-    return F.mse_loss(model(x), y)
-
-
-def test_script_habits():
-    """zero_grad with arguments, schedulers, state_dict both ways, broadcast, wrapping again."""
-    model = smooth_model()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
-    optimizer = _wrapped(model, Compression.dgc(0.05), lambda _: sgd)
-    before = weights(model)
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    assert torch.equal(before, weights(model))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    train(model, optimizer, 10, after_step=lambda step: scheduler.step())
-    (group,) = optimizer.param_groups
-    assert group["lr"] == pytest.approx(0.005) and group["momentum"] == 0.9 and isinstance(optimizer, torch.optim.SGD)
-    for to_none in (False, True):
-        optimizer.zero_grad(set_to_none=to_none)
-    stock = momentum_sgd(smooth_model())
-    stock.load_state_dict(optimizer.state_dict())
-    assert stock.param_groups[0]["momentum"] == 0.9
-    optimizer.load_state_dict(stock.state_dict())
-    train(model, optimizer, 3)
-    again = _wrapped(model, Compression.topk(0.05), lambda model: torch.optim.SGD(model.parameters(), lr=0.02))
-    del optimizer
-    train(model, again, 3)
-    same_on_ranks(fingerprint(model))
-
-
 def _between(action: Callable[[Any], Any]) -> None:
     """Do something between backward() and step()."""
     model = smooth_model()
     optimizer = _wrapped(model)
-    _loss(model).backward()
+    first_loss(model).backward()
     try:
         action(optimizer)
     finally:
@@ -83,7 +51,7 @@ def _gradients_removed() -> None:
     model = smooth_model()
     model.unused = nn.Parameter(torch.zeros(40, 40))
     optimizer = _wrapped(model)
-    _loss(model).backward()
+    first_loss(model).backward()
     model.zero_grad()
     optimizer.step()
 
@@ -108,7 +76,7 @@ def _step_twice() -> None:
 def _scaler_without_synchronize(passed: bool) -> None:
     model, scaler = smooth_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = _wrapped(model, **{"grad_scaler": scaler} if passed else {})
-    scaler.scale(_loss(model)).backward()
+    scaler.scale(first_loss(model)).backward()
     scaler.step(optimizer)
 
 
@@ -208,7 +176,7 @@ def test_ranks_whose_calls_differ_all_raise_the_same(case):
 @pytest.mark.mpi
 @pytest.mark.on_ranks(2, controller="mpi")
 def test_the_same_over_mpi():
-    call_each(test_script_habits, test_error_messages, test_ranks_whose_calls_differ_all_raise_the_same)
+    call_each(test_error_messages, test_ranks_whose_calls_differ_all_raise_the_same)
     for name, what in test_disagreement.SAID:
         if name == "Horovod":
             test_disagreement.test_ranks_that_disagree_all_raise_the_same(Adapter(name), what)

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.adapters import Adapter, Compression, on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.logs import messages
-from tests.helpers.on_ranks import on_ranks, same_on_ranks
+from tests.helpers.on_ranks import same_on_ranks
 from tests.helpers.run import ALONE, UNROUNDED, distance
 
 pytestmark = [pytest.mark.parallel, pytest.mark.on_ranks(4, nodes=2, timeout=500)]
@@ -206,41 +206,6 @@ def test_replicas_are_bit_identical_over_a_thousand_steps(adapter):
     """Owners between the nodes as well."""
     for exchange in ("hierarchical", "hierarchical+sharded"):
         check_replicas(adapter, 1000, density=0.01, exchange=exchange, bucket_bytes=20_000, check_every=50)
-
-
-def go_on(adapter: Adapter, folder: Path, exchange: str, has_owners: bool) -> tuple[list[float], list[float]]:
-    """On a rank: a run from what the last one has kept, if any; what ranks owe before it and after it."""
-    run = _started(adapter, {"density": 0.05, "exchange": exchange})
-    if (folder / "manifest.json").exists():
-        run.load(folder)
-    before = run.owed()
-    assert (run.exchange.topology.node_size == 2) == (exchange == "hierarchical")
-    run.train(5)
-    assert ([collective.name for collective in run.compressed[0].exchange.rounds] == ["slots", "shards"]) == has_owners
-    run.save(folder)
-    same_on_ranks(run.print)
-    return before, run.owed()
-
-
-JOBS = {  # number of ranks, and their exchange, one job after another
-    "nodes": ((4, "hierarchical"), (4, "flat"), (2, "flat"), (4, "hierarchical")),
-    "owners": ((4, "sharded"), (3, "sharded"), (4, "flat"), (4, "sharded"), (2, "sharded")),
-}
-
-
-@on_adapters(slow=("Horovod", "DDP"))
-@pytest.mark.parametrize("jobs", JOBS)
-@pytest.mark.on_ranks(0)
-def test_what_is_owed_stays_with_other_numbers_of_ranks_and_without_nodes_or_owners(adapter, jobs, tmp_path):
-    last = None
-    for workers, exchange in JOBS[jobs]:
-        given = {"adapter": adapter, "folder": tmp_path, "exchange": exchange}
-        given["has_owners"] = exchange == "sharded" and workers > 2
-        nodes = 1 + (exchange == "hierarchical")
-        before, after = on_ranks(go_on, workers, adapter.kind, arguments=given, nodes=nodes)[0]
-        assert last is None or before == pytest.approx(last, rel=1e-5)
-        assert all(abs(part) > 1e-3 for part in after)
-        last = after
 
 
 @on_adapters(slow=("Horovod", "Keras"))

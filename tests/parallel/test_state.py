@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from dgc_horovod import WarmupSchedule
 from tests.helpers.adapters import Adapter, Compression, on_adapters
 from tests.helpers.errors import error_of
 from tests.helpers.on_ranks import on_ranks, same_on_ranks
@@ -33,8 +34,12 @@ def _started(adapter: Adapter, compression: Any, optimizer: str = "SGD", seed: i
     return run
 
 
+# Of Adam in dense steps, at their end, after them, and without them.
+DENSE = {f"dense, {n} steps": Compression.dgc(**SMALL, warmup=WarmupSchedule(steps=n, first_density=1.0, factor=1e-3))
+         for n in (HALF + 6, HALF, HALF - 6)}  # fmt: skip
 RESUMED = [(name, "SGD", STEPS) for name in COMPRESSIONS]
 RESUMED += [("dgc, warm-up", "Nesterov, decay", STEPS), ("dgc, warm-up", "AdamW", STEPS), ("topk", "AdamW", STEPS)]
+RESUMED += [(name, "AdamW", STEPS) for name in ("clipped", *DENSE)]
 IN_KERAS = [row for row in RESUMED if row[0] != "sampled, 4bit"]
 
 
@@ -50,14 +55,15 @@ IN_KERAS = [row for row in RESUMED if row[0] != "sampled, 4bit"]
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(adapter, name, optimizer, steps, tmp_path):
     """By a checkpoint, in the run that was saved too, and by a rank's own record."""
-    whole, half = (_started(adapter, COMPRESSIONS[name], optimizer) for _ in range(2))
+    compression = {**COMPRESSIONS, **DENSE}[name]
+    whole, half = (_started(adapter, compression, optimizer) for _ in range(2))
     whole.train(steps)
     half.train(steps // 2)
     half.save(tmp_path, epoch=3)
     record = half.optimizer.residual_state_dict()
     if adapter.kind != "keras":
         _check_that_it_goes_through_a_file(record)
-    resumed, by_record, without = (_started(adapter, COMPRESSIONS[name], optimizer, seed=5) for _ in range(3))
+    resumed, by_record, without = (_started(adapter, compression, optimizer, seed=5) for _ in range(3))
     assert resumed.load(tmp_path) == {"epoch": 3} and resumed.print == half.print
     half.load(tmp_path)
     for run in (by_record, without):
@@ -67,11 +73,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(adapter, name, optimi
         run.steps = steps // 2
         run.train(steps - steps // 2)
     assert half.print == resumed.print == by_record.print == whole.print
+    assert _known(resumed) == _known(whole)
     assert without.print != whole.print, "without its residuals the run is the same, so this shows nothing"
     if adapter.kind == "keras" and optimizer == "AdamW" and name != "topk":
         second = resumed.session.buckets.second.saved()
         assert float(next(iter(second.values()))[3]) == pytest.approx(resumed.rate, rel=1e-6)
-    same_on_ranks(whole.print)
+    same_on_ranks(whole.print, _known(whole))
+
+
+def _known(run: Any) -> str:
+    """The bits of what ranks know of Adam's second moment."""
+    return run.exchange.second.packed().tobytes().hex()
 
 
 def _check_that_it_goes_through_a_file(record: dict[str, Any]) -> None:
@@ -180,25 +192,27 @@ def _torch_state(run: Any) -> Any:
     return run.adapter.module.elastic.TorchState(run.model, run.optimizer)
 
 
-def save_for_others(adapter: Adapter, folder: Path) -> dict[str, dict[str, np.ndarray]]:
-    """On a rank: train and save; returns its record."""
-    run = _started(adapter, COMPRESSIONS["clipped"])
+def save_for_others(adapter: Adapter, folder: Path, optimizer: str) -> tuple[dict[str, dict[str, np.ndarray]], str]:
+    """On a rank: train and save; returns its record, and what is known for Adam."""
+    run = _started(adapter, COMPRESSIONS["clipped"], optimizer)
     run.train(HALF)
     run.save(folder)
-    return run.kept()
+    return run.kept(), _known(run)
 
 
-def load_of_others(adapter: Adapter, folder: Path) -> dict[str, dict[str, np.ndarray]]:
-    """On a rank: load what another number of ranks has saved, and go on; returns its record."""
-    run = _started(adapter, COMPRESSIONS["clipped"], seed=5)
+def load_of_others(adapter: Adapter, folder: Path, optimizer: str) -> tuple[dict[str, dict[str, np.ndarray]], str]:
+    """On a rank: load what another number of ranks has saved, and go on; returns its record, and the same."""
+    run = _started(adapter, COMPRESSIONS["clipped"], optimizer, seed=5)
     run.load(folder)
-    kept = run.kept()
-    run.train(HALF)
+    found, run.steps = (run.kept(), _known(run)), HALF
+    at_first = run.loss(*run.batch())
+    assert np.mean(run.train(HALF)) < 1.1 * at_first
     same_on_ranks(run.print)
-    return kept
+    return found
 
 
 @pytest.mark.on_ranks(0)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize(
     ("adapter", "before", "after"),
     [
@@ -207,10 +221,12 @@ def load_of_others(adapter: Adapter, folder: Path) -> dict[str, dict[str, np.nda
         *(pytest.param(Adapter("Keras"), *n, marks=pytest.mark.slow) for n in ((2, 1), (1, 2), (4, 2))),
     ],
 )
-def test_another_number_of_ranks_owes_the_same(adapter, before, after, tmp_path):
-    given = {"adapter": adapter, "folder": tmp_path}
-    saved = on_ranks(save_for_others, before, adapter.kind, arguments=given)
-    loaded = on_ranks(load_of_others, after, adapter.kind, arguments=given)
+def test_another_number_of_ranks_owes_the_same(adapter, before, after, optimizer, tmp_path):
+    """And knows the same of Adam's second moment."""
+    given = {"adapter": adapter, "folder": tmp_path, "optimizer": optimizer}
+    saved, known = zip(*on_ranks(save_for_others, before, adapter.kind, arguments=given), strict=True)
+    loaded, known_later = zip(*on_ranks(load_of_others, after, adapter.kind, arguments=given), strict=True)
+    assert {*known, *known_later} == {known[0]} and bool(known[0]) == (optimizer == "AdamW")
     assert any(parts["v"].any() for state in saved for parts in state.values())
     for name, parts in saved[0].items():
         for part in parts:

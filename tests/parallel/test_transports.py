@@ -78,32 +78,6 @@ def test_texts_and_means_of_torch_distributed(adapter, workers):
     assert mean.tolist() == 2 * [(workers + 1) / 2]
 
 
-@pytest.mark.on_ranks(2, last=1)
-@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.slow])])
-@on_adapters("Horovod")
-def test_a_rank_of_horovod_that_waits_in_vain(adapter, controller):
-    if adapter.rank == 0:
-        time.sleep(3)
-        return
-    transport = _transport(adapter, "late", timeout=1.0)
-    error = error_of(lambda: transport.wait(transport.alltoall(torch.zeros(transport.workers), "parted")))
-    assert "CollectiveTimeout" in error and "waited 1 s" in error
-    time.sleep(4)  # until the other one has told: who has waited in vain ends alone, and mpirun ends all with it
-
-
-@pytest.mark.slow  # by the optimizer: test_ddp_around.py
-@pytest.mark.on_ranks(2, fresh=True)
-@on_ddp
-def test_a_rank_of_torch_distributed_that_waits_in_vain(adapter):
-    transport = _transport(adapter, "late", timeout=1.0)
-    if transport.rank == 0:
-        time.sleep(2)
-    error = error_of(lambda: transport.wait(transport.alltoall(torch.zeros(2), "parted")))
-    if transport.rank == 0:
-        return
-    assert "CollectiveTimeout" in error and "rank 1 of 2 waited 1 s for dgc.late.parted" in error
-
-
 @pytest.mark.parametrize("times", [6, pytest.param(150, marks=pytest.mark.slow)])
 @on_ddp
 def test_connections_of_torch_distributed_end_with_their_optimizer(adapter, times, tmp_path):

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (Linux only)")
 
 from dgc_horovod.testing.torch import session
-from dgc_horovod.torch import Compression, DistributedOptimizer
+from dgc_horovod.torch import Compression
 from tests.helpers.on_ranks import same_on_ranks
-from tests.helpers.training import fingerprint, momentum_sgd, smooth_model, train
+from tests.helpers.regression import adamw
+from tests.helpers.training import fingerprint, made, momentum_sgd, train
 
 # The kernels' bits are checked one by one in tests/unit, and in the adapter on a GPU by scripts/gpu_check
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.on_ranks(environment={"TRITON_INTERPRET": "1"})]
 _DGC = partial(Compression.dgc, 0.05, min_numel=16)
-
-
-def _adamw(model: Any) -> Any:
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +25,15 @@ def _adamw(model: Any) -> Any:
         pytest.param(_DGC(), momentum_sgd, id="dgc"),
         pytest.param(_DGC(clip_norm=0.5, values="4bit"), momentum_sgd, id="clipped, 4bit"),
         pytest.param(Compression.gaussian(0.05, min_numel=16), momentum_sgd, id="gaussian"),
-        pytest.param(_DGC(), _adamw, id="AdamW"),
+        pytest.param(_DGC(), adamw, id="AdamW"),
     ],
 )
 def test_training_is_the_same_bit_by_bit(compression, make):
     found = {}
     for backend in ("native", "triton"):
-        model = smooth_model()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DGC_BACKEND", backend)
-            optimizer = DistributedOptimizer(make(model), model.named_parameters(), compression)
+            model, optimizer = made(compression, make)
             train(model, optimizer, 8)
         assert {engine.kernels.name for engine in session(optimizer).exchange.engines} == {backend}
         found[backend] = fingerprint(model)

@@ -26,6 +26,7 @@ from dgc_horovod.errors import ConfigError
         ({"momentum_correction": "yes"}, "momentum_correction must be True or False"),
         ({"offload": True}, "offload goes with Compression.local"),
         ({"automatic": True, "local_steps": 4}, "local_steps=4 does not go with auto"),
+        ({"total_steps": 100}, "Compression.auto"),
         ({"warmup": 4}, r"warmup must be a WarmupSchedule"),
         ({"automatic": True, "density": 0.01, "warmup": WarmupSchedule(steps=10)}, "drop one of them"),  # begins dense
     ],

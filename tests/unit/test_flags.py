@@ -97,6 +97,8 @@ def test_the_metrics_file_of_a_report_is_shown(tmp_path, capsys):
     assert cli.run(["--show-config", "--dgc", "--report", str(tmp_path / "x.html")]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "metrics_file" in line]
     assert line.split() == ["metrics_file", str(tmp_path / "x.jsonl"), "flag", "--report"]
+    with pytest.raises(ConfigError, match="none was asked for"):
+        cli.run(["-np", "1", "--report", str(tmp_path / "x.html"), "true"])
 
 
 def test_exports_take_away_what_is_not_used(monkeypatch, capsys):

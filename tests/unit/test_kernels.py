@@ -188,21 +188,6 @@ def aimed(kernels, bucket, arrays):
     return outputs
 
 
-def test_what_was_sent_leaves_v_and_is_put_back(kernels):
-    state = State(as_array(kernels, DATA["normal"](10, 0)), kernels.new(10))
-    kernels.write(state.u, np.arange(10, dtype=np.float32))
-    sent = Elements(np.array([1, 4, 9], np.int32), as_numpy(kernels, state.v)[[1, 4, 9]].copy())
-    decoded, masked = sent.values.astype(np.float16).astype(np.float32), np.full(3, np.nan, np.float32)
-    kernels.update_residual(state, sent, decoded, masked)
-    assert masked.tolist() == [1, 4, 9] and as_numpy(kernels, state.u).tolist() == [0, 0, 2, 3, 0, 5, 6, 7, 8, 0]
-    assert (as_numpy(kernels, state.v)[sent.positions] == sent.values - decoded).all()
-    kernels.put(state.v, sent)
-    assert (as_numpy(kernels, state.v) == DATA["normal"](10, 0)).all()
-    kernels.put(state.u, Elements(sent.positions, masked))
-    assert (as_numpy(kernels, state.u) == np.arange(10)).all()
-    assert kernels.take(state.u, sent.positions).tolist() == [1, 4, 9]
-
-
 def test_an_overflow_of_the_sum_is_seen(kernels):
     into = aimed(kernels, Bucket(0, (Segment("a", 0, 10),)), [kernels.new(10)])
     huge = Elements(np.array([5], np.int32), np.array([3e38], np.float32))

@@ -12,7 +12,6 @@ from dgc_horovod.config import RULES, Rule
 from dgc_horovod.core import selection
 from dgc_horovod.core.selection import ResidualView, accepted_counts, select
 from dgc_horovod.errors import ConfigError
-from dgc_horovod.wire.codecs import VALUE_CODECS
 from tests.helpers.data import BACKENDS, CONTINUOUS, DATA, as_array
 
 SIZES = [1, 2, 63, 100, 4097]
@@ -123,10 +122,6 @@ def test_a_rule_is_a_row_and_a_function(monkeypatch):
     assert chosen("largest", kernels, x, 50).tolist() == chosen("exact", kernels, x, 50).tolist()
     with pytest.raises(ConfigError, match=r"rule must be one of exact.*largest"):
         DGCConfig(rule="smallest")
-
-
-def test_every_rule_has_its_function():
-    assert set(selection._SELECT) == set(RULES) and set(VALUE_CODECS) >= {"fp32", "2bit"}
 
 
 def test_accepted_counts():

@@ -15,7 +15,7 @@ from dgc_horovod.config import DGCConfig, whole_epoch
 from dgc_horovod.errors import CheckpointError, DGCError
 from dgc_horovod.exchange.hierarchical import Topology
 from dgc_horovod.state import checkpoint, manifest
-from dgc_horovod.state.parts import ADAM_UPDATES, handed_on, needed, shares
+from dgc_horovod.state.parts import ADAM_UPDATES, check_kept, handed_on, needed, shares
 from dgc_horovod.state.residual_state import ResidualState
 from tests.helpers.saved import assert_equal, load, of_node, save, state_of
 from tests.helpers.sealed import of_npz
@@ -275,3 +275,18 @@ def test_another_method_is_refused_in_words(tmp_path):
         load(tmp_path, other)
     assert load(tmp_path, other, checkpoint.IGNORED).state.tensors == {}
     assert json.loads((tmp_path / manifest.MANIFEST).read_text())["config"]["density"] == "0.001"
+
+
+def test_residuals_of_another_method_are_refused():
+    arrays = {"v": np.ones(5, np.float32), "u": np.ones(5, np.float32)}
+    state = ResidualState(0, 1, True, 7, None, {"a": arrays}, method="gradients")
+    assert ResidualState.from_bytes(state.to_bytes()).method == "gradients"
+    for method in (ADAM_UPDATES, "changes of weights"):
+        with pytest.raises(CheckpointError, match=f"hold gradients, and this optimizer's hold {method}"):
+            check_kept(state, method)
+    check_kept(state, "gradients")
+    flushed = {"a": {"v": 0 * arrays["v"]}}
+    check_kept(dataclasses.replace(state, tensors=flushed), ADAM_UPDATES)
+    check_kept(dataclasses.replace(state, method=""), ADAM_UPDATES)  # of earlier versions
+    old = {name: value for name, value in state.to_dict().items() if name != "method"}
+    assert ResidualState.from_dict(old).method == ""
