@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from dgc_horovod.core.optimizer_exchange import OptimizerExchange
-from dgc_horovod.notices import JOINED, SPARSE, make_visible
+from dgc_horovod.notices import JOINED, SPARSE, tell_stock
 from dgc_horovod.planning.cost_model import Observed, predicted
 from dgc_horovod.planning.trial import COMPRESSED, DENSE, GAIN, HOPEFUL, MOST_TIMED, SETTLING, TIMED, is_too_short
 from dgc_horovod.state.residual_state import EARLIER_FP16, UNDECIDED
@@ -56,10 +56,9 @@ class Choice:
         short = total is not None and is_too_short(total)
         self.ended = exchange.workers == 1 or not exchange.compressed or short or self.given_up
         if short and exchange.rank == 0:
-            needed = f"whose density would have to be {exchange.config.density:g}"
-            text = f"{total} steps are too few for compression, {needed}, or for a trial"
-            make_visible()
-            _log.warning("dgc_horovod: auto: %s: %s stays", text, self._stock)
+            density = f"{exchange.config.density:g}"
+            why = f"{total} steps are too few for a trial, or for the density, which would have to be {density}"
+            tell_stock(why, self._stock)
 
     def _time(self, mode: str) -> None:
         """Take an exchange from the next step on, and time it."""
