@@ -99,12 +99,12 @@ def test_step_hooks_see_the_whole_step_once():
     assert distance(*ends) < 1e-5 and calls == [True] * 10
 
 
-@pytest.mark.parametrize("stock", [momentum_sgd, adamw])
-def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock):
+@pytest.mark.parametrize(("stock", "steps"), [(momentum_sgd, 1), (adamw, 10)])
+def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock, steps):
     """Horovod's idiom: rank 0 alone loads a stock checkpoint, then everything is broadcast."""
     model = smooth_model()
-    plain, data = stock(model), list(batches(20, rank=0))  # the same on every rank: stock needs no exchange
-    for batch in data[:10]:
+    plain, data = stock(model), list(batches(2 * steps, rank=0))  # the same on every rank: stock needs no exchange
+    for batch in data[:steps]:
         step(model, plain, *batch)
     again, optimizer = made(everything(), stock)
     if hvd.rank() == 0:
@@ -112,7 +112,7 @@ def test_rank_zero_alone_resumes_from_a_stock_checkpoint(stock):
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     hvd.broadcast_parameters(again.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
-    for batch in data[10:]:
+    for batch in data[steps:]:
         step(model, plain, *batch)
         step(again, optimizer, *batch)
     assert distance(weights(model), weights(again)) <= 1e-5
