@@ -226,7 +226,7 @@ def test_another_number_of_ranks_owes_the_same(adapter, before, after, optimizer
     given = {"adapter": adapter, "folder": tmp_path, "optimizer": optimizer}
     saved, known = zip(*on_ranks(save_for_others, before, adapter.kind, arguments=given), strict=True)
     loaded, known_later = zip(*on_ranks(load_of_others, after, adapter.kind, arguments=given), strict=True)
-    assert {*known, *known_later} == {known[0]} and bool(known[0]) == (optimizer == "AdamW")
+    assert {*known, *known_later} == {known[0]} and bool(known[0].strip("0")) == (optimizer == "AdamW")
     assert any(parts["v"].any() for state in saved for parts in state.values())
     for name, parts in saved[0].items():
         for part in parts:
