@@ -168,7 +168,7 @@ class GradientExchange(OptimizerExchange):
             gradient = output if fits else self._gradient(p, grad).contiguous().to(output)
             gradient = self.clipping.clipped(p, gradient)
             if self._decays and (decay := self._decays.get(p)):
-                gradient = gradient + p.detach().contiguous().float() * (decay * self._scale_now())
+                gradient = gradient + p.detach().contiguous().to(gradient) * (decay * self._scale_now())
             self.add_gradient(run.engine, i, memory.handed(gradient, kernels))
             run.engine.outputs.put(i, memory.handed(output, kernels))
         run.arrived = 0
