@@ -88,6 +88,7 @@ def test_a_virtual_environment_in_another_place_on_the_other_host(hosts, tmp_pat
     venv, copy = tmp_path / "venv", tmp_path / "venv" / "copy"
     (venv / "bin").mkdir(parents=True)
     shutil.copytree(PACKAGE, copy / "dgc_horovod", ignore=shutil.ignore_patterns("csrc", "__pycache__"))
+    shutil.copy(PACKAGE.parent / "dgc_horovod_autoload.py", copy)
     python = venv / "bin" / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{copy}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)

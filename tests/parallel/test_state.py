@@ -82,8 +82,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(adapter, name, optimi
 
 
 def _known(run: Any) -> str:
-    """The bits of what ranks know of Adam's second moment."""
-    return run.exchange.second.packed().tobytes().hex()
+    """The bits of what ranks know of Adam's second moment; "{}" for nothing."""
+    return str(
+        {
+            name: np.asarray(x).tobytes().hex()
+            for name, x in sorted(run.optimizer.residual_state_dict()["second"].items())
+        }
+    )
 
 
 def _check_that_it_goes_through_a_file(record: dict[str, Any]) -> None:
@@ -206,7 +211,7 @@ def load_of_others(adapter: Adapter, folder: Path, optimizer: str) -> tuple[dict
     run.load(folder)
     found, run.steps = (run.kept(), _known(run)), HALF
     at_first = run.loss(*run.batch())
-    assert np.mean(run.train(HALF)) < 1.1 * at_first
+    assert np.mean(run.train(30)[-10:]) < at_first
     same_on_ranks(run.print)
     return found
 
@@ -226,7 +231,7 @@ def test_another_number_of_ranks_owes_the_same(adapter, before, after, optimizer
     given = {"adapter": adapter, "folder": tmp_path, "optimizer": optimizer}
     saved, known = zip(*on_ranks(save_for_others, before, adapter.kind, arguments=given), strict=True)
     loaded, known_later = zip(*on_ranks(load_of_others, after, adapter.kind, arguments=given), strict=True)
-    assert {*known, *known_later} == {known[0]} and bool(known[0].strip("0")) == (optimizer == "AdamW")
+    assert {*known, *known_later} == {known[0]} and (known[0] != "{}") == (optimizer == "AdamW")
     assert any(parts["v"].any() for state in saved for parts in state.values())
     for name, parts in saved[0].items():
         for part in parts:
