@@ -278,10 +278,12 @@ def _wanted(directory: Path, manifest: Manifest, old: int, residuals: str, rank:
 
 def _with_second_of_any(state: ResidualState, collectives: Gatherer) -> ResidualState:
     """Return `state` with Adam's second moment, which must be equal on all ranks, from the first rank that has it."""
+    having = [data == b"yes" for data in collectives.gather_bytes(b"yes" if state.second else b"no", "second")]
+    if all(having) or not any(having):
+        return state
     alone = dataclasses.replace(state, tensors={name: {} for name in state.second}, runs={}, thresholds={})
-    every = collectives.gather_bytes(alone.to_bytes() if state.second else b"", "second")
-    first = next(filter(None, every), b"")
-    return dataclasses.replace(state, second=ResidualState.from_bytes(first).second) if first else state
+    data = shared_from(collectives, alone.to_bytes(), "second of any", having.index(True))
+    return dataclasses.replace(state, second=ResidualState.from_bytes(data).second)
 
 
 def _check_that_nothing_is_lost(collectives: Gatherer, states: Iterable[ResidualState], residuals: str) -> None:

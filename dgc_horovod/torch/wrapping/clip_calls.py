@@ -5,6 +5,7 @@ For gradients that no optimizer of ours exchanges these functions are unchanged.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from dgc_horovod.notices import clips_already, clips_locally
 from dgc_horovod.torch.gradients.clipping import ELEMENTS, Clip, limit_norm, total_norm
 from dgc_horovod.torch.session.session import Session, all_alive, live
 
+_signature = functools.cache(inspect.signature)
+
 
 def watch() -> None:
     """Report calls that clip gradients to the compressed optimizer of the parameters, from now on."""
@@ -29,7 +32,7 @@ def _clip(
     stock: Callable[..., Any], parameters: torch.Tensor | Iterable[torch.Tensor], *args: object, **kwargs: object
 ) -> Any:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    arguments = inspect.signature(stock).bind(parameters, *args, **kwargs)
+    arguments = _signature(stock).bind(parameters, *args, **kwargs)
     arguments.apply_defaults()
     given = arguments.arguments
     limit = float(given["max_norm"] if "max_norm" in given else given["clip_value"])
