@@ -26,6 +26,7 @@ H, BATCHES, TOGETHER_AGAIN_BY = 5, 300, 200
 KILLED_AT = 89  # the exchange after this batch is one of a full round
 COMMIT_EVERY, WITHIN_A_ROUND = 10, 7
 FLUSH_EVERY = 50  # a flush is a burst: every ten steps it would be what decides the quality
+MEASURED = 30  # last batches, over which the loss is averaged: after a single one it differs by half between runs
 
 
 def batch_of(number: int, samples: int = 48) -> tuple[np.ndarray, np.ndarray]:
@@ -47,6 +48,7 @@ class Job:
             compression = Compression.dgc(0.02, min_numel=16, clip_norm=2.0, check_every=5)
             self.run = self.adapter.start(compression, momentum=0.9)
         self.batch, self.size = 0, 0
+        self.losses: dict[int, float] = {}  # after each of the last batches, on samples of no batch
         self.own, self.committed = np.zeros(1), np.zeros(1)  # of all elements, once there are any
         every = WITHIN_A_ROUND if "within a round" in how else COMMIT_EVERY
         self.commit_every = FLUSH_EVERY if "flushed" in how else every
@@ -80,9 +82,9 @@ class Job:
         if self.adapter.kind == "torch":
             self.die_in_the_middle()
         elastic.run(self.train)(state)
-        x, y = batch_of(10**6, 2000)
         found = {
-            "fingerprint": self.run.print, "loss": self.run.loss(x, y), "sizes": state.sizes, "batch": state.batch,
+            "fingerprint": self.run.print, "loss": np.mean([*self.losses.values()]), "sizes": state.sizes,
+            "batch": state.batch,
         }  # fmt: skip
         (self.folder / f"rank{self.adapter.rank}.json").write_text(json.dumps(found))
 
@@ -101,6 +103,8 @@ class Job:
                     self.run.optimizer.flush()  # as the commit does, to look at what is left
                 self._note()
                 state.commit()
+            if state.batch > BATCHES - MEASURED:
+                self.losses[state.batch] = self.run.loss(*batch_of(10**6, 2000))
             if "killed" in self.how and state.batch > TOGETHER_AGAIN_BY and self.size < 3:
                 time.sleep(0.3)  # the third one needs time to come back
         if self.local:
