@@ -29,8 +29,8 @@ from dgc_horovod.state.residual_state import MOMENTUM
 from dgc_horovod.torch.gradients.scaling import known
 from dgc_horovod.torch.horovod_carrier import HorovodCarrier, HorovodCollectives
 from dgc_horovod.torch.optimizer_state import group_options
+from dgc_horovod.torch.session import local
 from dgc_horovod.torch.session.auto import AutoTuned
-from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Session, all_alive, live, session_of
 
 _log = logging.getLogger("dgc_horovod")
@@ -263,9 +263,8 @@ class _RoundParticipant(_Participant):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        assert isinstance(session.strategy, LocalSteps) and session.config.local_steps is not None
-        self._strategy = session.strategy
-        self.steps = self.steps * session.config.local_steps + session.exchange.counts.pending
+        self._strategy = local.of(session)
+        self.steps = self.steps * self._strategy.rounds.steps + session.exchange.counts.pending
 
     def begin(self) -> None:
         """Start an exchange."""

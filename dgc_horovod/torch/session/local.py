@@ -19,6 +19,8 @@ from dgc_horovod.torch.gradients.clipping import Clip
 from dgc_horovod.torch.gradients.collectives import Parameter, all_finite, not_finite_of
 from dgc_horovod.torch.gradients.exchange import GradientExchange
 from dgc_horovod.torch.optimizer_state import clean, copied, unscale
+from dgc_horovod.torch.session.overrides import Overrides
+from dgc_horovod.torch.session.session import Session
 from dgc_horovod.torch.session.strategies import Strategy
 from dgc_horovod.torch.wrapping import clip_calls
 
@@ -41,6 +43,7 @@ class LocalRounds:
         config: compression settings; ``local_steps``, ``outer_rate``, ``outer_momentum`` and ``offload`` are used.
 
     Attributes:
+        steps: H, the inner steps of a round.
         momentum: outer momentum b, by parameter, the same on every rank; empty before the first exchange or without.
 
     Memory: the anchor, 4 bytes a parameter (its own dtype), and 4 more with outer momentum; during an exchange as much
@@ -49,7 +52,7 @@ class LocalRounds:
 
     def __init__(self, exchange: GradientExchange, config: DGCConfig) -> None:
         assert config.local_steps is not None
-        self.exchange, self._config, self._steps = exchange, config, config.local_steps
+        self.exchange, self._config, self.steps = exchange, config, config.local_steps
         self.momentum: dict[Parameter, torch.Tensor] = {}
         self._anchor: dict[Parameter, torch.Tensor] = {}
         self._versions: dict[Parameter, int] = {}  # torch's counts of writes, after the last inner step
@@ -78,7 +81,7 @@ class LocalRounds:
         counts = self.exchange.counts
         counts.pending, counts.steps_alone = counts.pending + 1, counts.steps_alone + 1
         self._versions = {p: p._version for p in self._anchor}
-        return counts.pending >= self._steps
+        return counts.pending >= self.steps
 
     @torch.no_grad()
     def restart_of(self, sent: Collection[torch.Tensor], keeps_momentum: bool) -> None:
@@ -365,4 +368,29 @@ class LocalSteps(Strategy):
             self.session.tell_once("clipping", told)
 
 
-STRATEGY = LocalSteps
+def of(session: Session) -> LocalSteps:
+    """The strategy of `session`, which has local steps."""
+    assert isinstance(session.strategy, LocalSteps)
+    return session.strategy
+
+
+class LocalOverrides(Overrides):
+    """The methods of an optimizer with local steps."""
+
+    def exchange(self) -> None:
+        """Exchange the changes of the weights since the last exchange; every rank must call it, between two steps.
+
+        Afterwards the weights are the same on every rank. ``step`` calls it every ``local_steps`` steps. A call right
+        after an exchange sends more of the residual.
+        """
+        of(self._dgc).exchange()
+
+    def clear_residuals(self) -> None:
+        """Empty `e` and outer momentum, and begin a round with the present weights.
+
+        Every rank must call it, between two steps, with equal weights.
+        """
+        of(self._dgc).clear_residuals()
+
+
+STRATEGY, OVERRIDES = LocalSteps, LocalOverrides

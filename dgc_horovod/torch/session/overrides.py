@@ -17,7 +17,6 @@ from dgc_horovod.planning.trial import fitted
 from dgc_horovod.recording import begin_as_environment_says
 from dgc_horovod.torch import state
 from dgc_horovod.torch.session.carrier import Carrier
-from dgc_horovod.torch.session.local import LocalSteps
 from dgc_horovod.torch.session.session import Closure, Kind, Scaler, Session, all_alive
 from dgc_horovod.torch.updates import update_of
 from dgc_horovod.torch.wrapping import checks, clip_calls
@@ -134,30 +133,6 @@ class Overrides:
         )
 
 
-class LocalOverrides(Overrides):
-    """The methods of an optimizer with local steps."""
-
-    def exchange(self) -> None:
-        """Exchange the changes of the weights since the last exchange; every rank must call it, between two steps.
-
-        Afterwards the weights are the same on every rank. ``step`` calls it every ``local_steps`` steps. A call right
-        after an exchange sends more of the residual.
-        """
-        _local(self._dgc).exchange()
-
-    def clear_residuals(self) -> None:
-        """Empty `e` and outer momentum, and begin a round with the present weights.
-
-        Every rank must call it, between two steps, with equal weights.
-        """
-        _local(self._dgc).clear_residuals()
-
-
-def _local(session: Session) -> LocalSteps:
-    assert isinstance(session.strategy, LocalSteps)
-    return session.strategy
-
-
 class OutsideOverrides:
     """The methods of a rank outside the optimizer's process set, which steps alone."""
 
@@ -236,8 +211,8 @@ def kind_for(
     update = update_of(optimizer, config)
     if records:
         begin_as_environment_says(config)
-    strategy = import_module(f"dgc_horovod.torch.session.{config.strategy or 'strategies'}").STRATEGY
-    return Kind(fitted(config), strategy, update, LocalOverrides if config.exchanges_weights else Overrides)
+    module = import_module(f"dgc_horovod.torch.session.{config.strategy or 'strategies'}")
+    return Kind(fitted(config), module.STRATEGY, update, getattr(module, "OVERRIDES", Overrides))
 
 
 def begin(optimizer: Any, carrier: Carrier, kind: Kind, scaler: Scaler) -> None:
