@@ -169,7 +169,7 @@ STUDIES = {
 
 
 def load(file: Path = KEPT) -> Results:
-    """The results of runs as they would be done today."""
+    """The results of runs as they would be done today, on whatever machine, and whatever text it had."""
     return {key: found for key, found in read_results(file).items() if _is_todays(found)}
 
 
@@ -178,16 +178,24 @@ def _is_todays(found: Mapping[str, Any]) -> bool:
     return run.task in ALL_TASKS and run.variant in VARIANTS and found["settings"] == settings(run)
 
 
+def _is_of_this_text(found: Mapping[str, Any]) -> bool:
+    return str(found.get("text", "")) == _text(Run(**found["run"]))
+
+
 def settings(run: Run) -> str:
-    """Hash of a run's settings, of its task and its variant: results of others are not its own."""
+    """Hash of a run's settings, of its task and its variant, but not of its text: results of others are not its own."""
     task, variant = ALL_TASKS[run.task].settings, VARIANTS[run.variant]
     config = variant.config(task, run.workers)
     learning = {} if config is None else {name: x for name, x in vars(config).items() if name not in _NOT_LEARNING}
     fields = {name: x for name, x in learning.items() if name in _IN_EVERY_HASH or x != getattr(DGCConfig, name)}
     # likewise only where they are set
     others = {name: x for name, x in vars(variant).items() if name not in _IN_CONFIG and x != getattr(Variant, name)}
-    text = "" if run.task in TASKS else digest()
-    return hashlib.sha256(repr((task, sorted(fields.items()), others, text)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((task, sorted(fields.items()), others, "")).encode()).hexdigest()[:12]
+
+
+def _text(run: Run) -> str:
+    """Digest of the text of a run, which differs from one machine to another; "" if it is the repository's own."""
+    return "" if run.task in TASKS else digest()
 
 
 def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
@@ -204,7 +212,7 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
         LaunchError: real ranks failed or took too long; nothing of them is left running.
     """
     longest_first = sorted(dict.fromkeys(plan), key=lambda run: run.steps * run.workers, reverse=True)
-    older = [key for key, found in read_results(file).items() if not _is_todays(found)]
+    older = [key for key, found in read_results(file).items() if not (_is_todays(found) and _is_of_this_text(found))]
     for real in (False, True):
         cells = {run.key: functools.partial(done, run) for run in longest_first if run.real is real}
         report.complete(file, cells, again=older, processes=0 if real else processes)
@@ -214,4 +222,4 @@ def done(run: Run) -> dict[str, Any]:
     """Do a run, on Horovod's ranks or on simulated ones: what `train` gives, with all that it is of."""
     order, seconds = dataclasses.asdict(run), _LAUNCH_SECONDS + _STEP_SECONDS * run.steps
     launched = run.real and launch("benchmarks.quality.worker:rank", order, run.workers, None, seconds)[0]
-    return {"run": order, "settings": settings(run), **(launched or train(run))}
+    return {"run": order, "settings": settings(run), "text": _text(run), **(launched or train(run))}
