@@ -178,10 +178,6 @@ def _is_todays(found: Mapping[str, Any]) -> bool:
     return run.task in ALL_TASKS and run.variant in VARIANTS and found["settings"] == settings(run)
 
 
-def _is_of_this_text(found: Mapping[str, Any]) -> bool:
-    return str(found.get("text", "")) == _text(Run(**found["run"]))
-
-
 def settings(run: Run) -> str:
     """Hash of a run's settings, of its task and its variant, but not of its text: results of others are not its own."""
     task, variant = ALL_TASKS[run.task].settings, VARIANTS[run.variant]
@@ -190,6 +186,7 @@ def settings(run: Run) -> str:
     fields = {name: x for name, x in learning.items() if name in _IN_EVERY_HASH or x != getattr(DGCConfig, name)}
     # likewise only where they are set
     others = {name: x for name, x in vars(variant).items() if name not in _IN_CONFIG and x != getattr(Variant, name)}
+    # "": where a text was part of the hash, so that the hashes of all that is kept stay
     return hashlib.sha256(repr((task, sorted(fields.items()), others, "")).encode()).hexdigest()[:12]
 
 
@@ -212,7 +209,12 @@ def complete(plan: Iterable[Run], file: Path, processes: int) -> None:
         LaunchError: real ranks failed or took too long; nothing of them is left running.
     """
     longest_first = sorted(dict.fromkeys(plan), key=lambda run: run.steps * run.workers, reverse=True)
-    older = [key for key, found in read_results(file).items() if not (_is_todays(found) and _is_of_this_text(found))]
+    # on another text a run is another one, though a page shows it
+    older = [
+        key
+        for key, found in read_results(file).items()
+        if not _is_todays(found) or found.get("text", "") != _text(Run(**found["run"]))
+    ]
     for real in (False, True):
         cells = {run.key: functools.partial(done, run) for run in longest_first if run.real is real}
         report.complete(file, cells, again=older, processes=0 if real else processes)
